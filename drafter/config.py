@@ -1,0 +1,70 @@
+"""What a drafter is made of, in the names of the public `Qwen3DSparkModel` checkpoint format.
+
+Knows the numbers and their rules; knows nothing of tensors or files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+MarkovHeadType = Literal["vanilla", "gated", "rnn"]
+
+
+def default_target_layer_ids(num_target_layers: int, num_taps: int = 5) -> tuple[int, ...]:
+    """0-based layer outputs to tap (paper section 3): evenly spread, never the last layer."""
+    spread = (num_target_layers - 4) / (num_taps - 1)
+    return tuple(round(1 + i * spread) for i in range(num_taps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterConfig:
+    """Shape of one drafter. Widths are the target's; only depth, block and heads are the drafter's own.
+
+    `markov_rank == 0` means no sequential head, which with no confidence head is exactly DFlash.
+    `draft_vocab_size < vocab_size` means a reduced output vocabulary with a draft-to-target map.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    num_target_layers: int
+    target_layer_ids: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    markov_rank: int
+    markov_head_type: MarkovHeadType = "vanilla"
+    enable_confidence_head: bool = True
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {self.block_size}")
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(f"draft_vocab_size must lie in 1..{self.vocab_size}, got {self.draft_vocab_size}")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"mask_token_id must lie in 0..{self.vocab_size - 1}, got {self.mask_token_id}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
+        if not self.target_layer_ids:
+            raise ValueError("target_layer_ids must name at least one layer")
+        if any(not 0 <= layer < self.num_target_layers - 1 for layer in self.target_layer_ids):
+            raise ValueError(
+                f"target_layer_ids are 0-based and never the last layer: 0..{self.num_target_layers - 2}, "
+                f"got {self.target_layer_ids}"
+            )
+        if self.markov_rank < 0:
+            raise ValueError(f"markov_rank must be 0 (no sequential head) or more, got {self.markov_rank}")
+        if self.markov_rank == 0 and self.markov_head_type != "vanilla":
+            raise ValueError(f"markov_head_type {self.markov_head_type!r} needs markov_rank > 0")
+
+    @property
+    def reduced_vocabulary(self) -> bool:
+        return self.draft_vocab_size < self.vocab_size

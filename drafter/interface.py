@@ -1,0 +1,71 @@
+"""What a drafter gives to an engine, and what it asks of it.
+
+The engine owns the pages in which context K/V lives; the drafter only computes rows for them and reads them back as
+dense padded tensors. So a drafter needs no knowledge of pages, requests or rollback.
+
+Shape letters: R requests, G block positions, N flat rows, K tapped layers, L draft layers, T context rows,
+H key/value heads, C head size, D hidden size, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+Sampler = Callable[[int, Tensor], tuple[Tensor, Tensor]]
+"""`sampler(slot, logits_RV) -> (draft_ids_R int64, probabilities_RV fp32)`: how slot `slot` of every request is drawn.
+
+`draft_ids` index the draft vocabulary, and each must have been drawn from just these probabilities.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One block of proposals per request."""
+
+    tokens: Tensor
+    """[R, G] int64, ids of the TARGET vocabulary."""
+    draft_ids: Tensor
+    """[R, G] int64, the same tokens as ids of the draft vocabulary."""
+    probabilities: Tensor
+    """[R, G, V] fp32: the distribution over the DRAFT vocabulary that each token was drawn from."""
+    confidences: Tensor
+    """[R, G] fp32: calibrated P(slot k passes | the slots before it passed)."""
+
+
+class Drafter(Protocol):
+    """A drafter as the engine sees it."""
+
+    block_size: int
+    """G: the most tokens that one proposal holds."""
+    target_layer_ids: tuple[int, ...]
+    """0-based target layers whose outputs are the features."""
+    context_shape: tuple[int, int, int]
+    """(L, H, C): context K/V layers, key/value heads, head size."""
+    target_ids: Tensor
+    """[V] int64: the target id of each draft id, strictly increasing."""
+
+    def project_context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Target features [N, K*D] at absolute positions [N] -> context keys and values, each [L, N, H, C]."""
+        ...
+
+    def propose(
+        self,
+        anchors: Tensor,
+        positions: Tensor,
+        context_keys: Tensor,
+        context_values: Tensor,
+        context_lengths: Tensor,
+        sampler: Sampler,
+        num_slots: int,
+    ) -> Draft:
+        """Draft the first `num_slots` tokens after each anchor.
+
+        anchors [R] int64; positions [R] int64, the anchors' absolute positions; context_keys and context_values
+        [L, R, T, H, C], padded; context_lengths [R] int64: rows of T that are real (committed tokens strictly before
+        the anchor).
+        """
+        ...
