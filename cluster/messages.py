@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
+SchedulerMode = Literal["plain", "fixed", "bypass", "local", "lease"]
+"""Who decided what a step verifies: nobody (nothing to draft), the fixed length, the load (all was admitted without a
+search), the engine's own `allocate`, or the fleet's scheduler."""
 
 
 class DSparkError(Exception):
@@ -155,6 +158,18 @@ class BudgetLease:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyRound:
+    """One request's part of one verify step: num_proposed >= num_verified >= num_accepted."""
+
+    num_proposed: int
+    """Drafted tokens; 0 when the step skipped drafting or the request allows none."""
+    num_verified: int
+    """The admitted prefix."""
+    num_accepted: int
+    """Accepted and delivered, as in RequestStats. Accepted length = 1 + num_accepted."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What one engine step did."""
 
@@ -166,3 +181,16 @@ class StepResult:
     seconds: float
     draft_seconds: float
     finished: tuple[str, ...] = field(default=())
+    rounds: tuple[VerifyRound, ...] = ()
+    """One per request that had an anchor in the batch."""
+    mode: SchedulerMode = "plain"
+    cap: int = 0
+    """Draft tokens that this step was allowed to verify."""
+    predicted_seconds: float | None = None
+    """What the cost curve expected of this step; None without a curve."""
+    num_running: int = 0
+    num_free_kv_blocks: int = 0
+    num_preempted: int = 0
+    num_prompt_tokens: int = 0
+    """Prompt tokens of the requests that entered in this step, and how many of them the prefix cache held."""
+    num_cached_prompt_tokens: int = 0
