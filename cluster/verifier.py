@@ -1,0 +1,170 @@
+"""From the logits of a step to its tokens: what each request asked of its distribution, then acceptance.
+
+Knows penalties, biases, stop tokens and logprobs; the acceptance itself is `drafter.speculative`. Knows no blocks, no
+queue and no model. Every rule is applied to each position of a block exactly as plain decoding would apply it there:
+row j of a request sees its output and its drafts before j, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cluster.batcher import Sequence
+from cluster.messages import FinishReason, SamplingParams, TokenLogprobs
+from drafter import speculative
+from drafter.interface import Draft, Sampler
+from drafter.speculative import Purpose, SamplingRows
+
+MINUS_INFINITY = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one request got out of a step."""
+
+    token_ids: list[int]
+    """Delivered: accepted drafts and the recovered or bonus token, cut behind the first stop token."""
+    finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] | None
+
+
+def sampling_rows(sequences: ListOf[Sequence], num_rows: ListOf[int]) -> SamplingRows:
+    """`num_rows[r]` consecutive rows for each sequence; the first predicts the token after the sequence's last."""
+    count = torch.tensor(num_rows)
+
+    def column(values: list[float] | list[int] | list[bool], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).repeat_interleave(count)
+
+    asked = [s.request.sampling for s in sequences]
+    positions = [len(s.tokens) + j for s, n in zip(sequences, num_rows, strict=True) for j in range(n)]
+    return SamplingRows(
+        temperature_N=column([a.temperature for a in asked], torch.float32),
+        top_k_N=column([a.top_k for a in asked], torch.int64),
+        top_p_N=column([a.top_p for a in asked], torch.float32),
+        min_p_N=column([a.min_p for a in asked], torch.float32),
+        seeds_N=column([s.seed for s in sequences], torch.int64),
+        positions_N=torch.tensor(positions, dtype=torch.int64),
+        coupled_N=column([a.seed is not None for a in asked], torch.bool),
+    )
+
+
+def draft_sampler(sequences: ListOf[Sequence], target_ids_V: Tensor) -> Sampler:
+    """How the drafter draws slot k of each sequence: the same rules and the same noise as the target's position."""
+    first = sampling_rows(sequences, [1] * len(sequences))
+
+    def draw(slot: int, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+        rows = replace(first, positions_N=first.positions_N + slot)
+        probabilities_RV = speculative.probabilities(logits_RV, rows)
+        return speculative.sample(probabilities_RV, rows, Purpose.DRAFT, target_ids_V), probabilities_RV
+
+    return draw
+
+
+def edits_logits(sampling: SamplingParams, num_output: int) -> bool:
+    """Whether the request wants anything but the model's own logits at output number `num_output` or later."""
+    return (
+        sampling.presence_penalty != 0
+        or sampling.frequency_penalty != 0
+        or sampling.repetition_penalty != 1
+        or bool(sampling.logit_bias)
+        or (num_output < sampling.min_tokens and bool(sampling.stop_token_ids))
+    )
+
+
+def edit_logits(logits_JV: Tensor, sequence: Sequence, drafts: list[int]) -> None:
+    """In place, for the rows of one request (fp32): logit bias, min_tokens, penalties, in vLLM's order."""
+    sampling = sequence.request.sampling
+    for token, bias in sampling.logit_bias:
+        logits_JV[:, token] += bias
+    num_early = sampling.min_tokens - sequence.num_output
+    if num_early > 0 and sampling.stop_token_ids:
+        logits_JV[:num_early, list(sampling.stop_token_ids)] = MINUS_INFINITY
+    if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1:
+        _penalise(logits_JV, sequence, drafts)
+
+
+def _penalise(logits_JV: Tensor, sequence: Sequence, drafts: list[int]) -> None:
+    """Presence and frequency penalties count output tokens, repetition prompt and output (vLLM's definitions).
+
+    Only the columns of tokens that occur are touched.
+    """
+    sampling = sequence.request.sampling
+    prompt = set(sequence.request.prompt_token_ids) if sampling.repetition_penalty != 1 else set()
+    counts = Counter(sequence.tokens[sequence.num_prompt :])
+    token_ids = list(prompt.union(counts, drafts))
+    column = {token: i for i, token in enumerate(token_ids)}
+    counts_JU = torch.tensor([float(counts[t]) for t in token_ids], device=logits_JV.device).repeat(len(logits_JV), 1)
+    for j, token in enumerate(drafts):
+        counts_JU[j + 1 :, column[token]] += 1
+    index_U = torch.tensor(token_ids, device=logits_JV.device)
+    logits_JU = logits_JV[:, index_U]
+    if sampling.repetition_penalty != 1:
+        seen_JU = (counts_JU > 0) | torch.tensor([t in prompt for t in token_ids], device=logits_JV.device)
+        weakened = torch.where(
+            logits_JU > 0, logits_JU / sampling.repetition_penalty, logits_JU * sampling.repetition_penalty
+        )
+        logits_JU = torch.where(seen_JU, weakened, logits_JU)
+    logits_JU = logits_JU - sampling.frequency_penalty * counts_JU - sampling.presence_penalty * (counts_JU > 0)
+    logits_JV[:, index_U] = logits_JU
+
+
+def token_logprobs(logits_MV: Tensor, token_ids: list[int], num_top: int) -> tuple[TokenLogprobs, ...]:
+    """Of the model's own softmax, one entry per row: the delivered token's and the `num_top` most likely ones."""
+    logprobs_MV = logits_MV.float().log_softmax(-1)
+    own = logprobs_MV.gather(1, torch.tensor(token_ids, device=logits_MV.device)[:, None])[:, 0].tolist()
+    values, indices = logprobs_MV.topk(num_top, dim=-1)
+    tops = [tuple(zip(i, v, strict=True)) for i, v in zip(indices.tolist(), values.tolist(), strict=True)]
+    return tuple(TokenLogprobs(logprob, top) for logprob, top in zip(own, tops, strict=True))
+
+
+def verify(
+    logits_MV: Tensor, sequences: ListOf[Sequence], lengths: list[int], draft: Draft, target_ids_V: Tensor
+) -> list[Outcome]:
+    """Accept and emit. Row r of `draft` belongs to sequence r, of which the first `lengths[r]` drafts are in the batch.
+
+    logits_MV: [sum(1 + lengths), V], any float dtype, anchor row first. Left as it is.
+    """
+    num_rows = [1 + length for length in lengths]
+    starts = [0]
+    for n in num_rows:
+        starts.append(starts[-1] + n)
+    drafts = [row[:length] for row, length in zip(draft.tokens.tolist(), lengths, strict=True)]
+    edited_MV = logits_MV
+    for r, sequence in enumerate(sequences):
+        if edits_logits(sequence.request.sampling, sequence.num_output):
+            if edited_MV is logits_MV:  # fp32, because a penalty may be finer than the model's dtype
+                edited_MV = logits_MV.to(torch.float32, copy=True)
+            edit_logits(edited_MV[starts[r] : starts[r + 1]], sequence, drafts[r])
+    verification = speculative.verify(
+        edited_MV,
+        torch.tensor(starts),
+        draft,
+        torch.tensor(lengths),
+        sampling_rows(sequences, num_rows),
+        target_ids_V,
+    )
+    accepted, emitted = verification.num_accepted_R.tolist(), verification.next_tokens_R.tolist()
+    return [
+        _outcome(s, [*drafts[r][: accepted[r]], emitted[r]], logits_MV[starts[r] : starts[r + 1]])
+        for r, s in enumerate(sequences)
+    ]
+
+
+def _outcome(sequence: Sequence, token_ids: list[int], logits_JV: Tensor) -> Outcome:
+    sampling = sequence.request.sampling
+    token_ids = token_ids[: sampling.max_tokens - sequence.num_output]
+    stops = set(sampling.stop_token_ids)
+    end = next((i for i, token in enumerate(token_ids) if token in stops), None)
+    reason: FinishReason | None = None
+    if end is not None:
+        token_ids, reason = token_ids[: end + 1], "stop"
+    elif sequence.num_output + len(token_ids) >= sampling.max_tokens:
+        reason = "length"
+    wanted = sampling.num_logprobs
+    logprobs = None if wanted is None else token_logprobs(logits_JV[: len(token_ids)], token_ids, wanted)
+    return Outcome(token_ids, reason, logprobs)
