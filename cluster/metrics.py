@@ -1,0 +1,232 @@
+"""Every metric of the system: its name, type, labels and buckets, and nothing about where the numbers come from.
+
+Two groups: what an engine knows (EngineMetrics, from StepResults) and what only the HTTP side knows (ServiceMetrics,
+times as a client feels them). Each process fills a registry of its own; `merge` joins their texts into one scrape.
+
+Accepted length = 1 + the sum over positions of accepted / rounds: both are derived from the same VerifyRounds, so they
+can't disagree. Position 0 is the first draft token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from cluster.messages import FinishReason, SchedulerMode, StepResult, VerifyRound
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+STEP_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+ACCEPTED_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17)
+RATIO_BUCKETS = (0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
+TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0)
+TPOT_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
+LATENCY_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class EngineMetrics:
+    """What one engine did, step by step."""
+
+    def __init__(self, num_kv_blocks: int, block_size: int) -> None:
+        """`block_size`: draft positions that exist from the start, each at 0 (an absent series is not a zero)."""
+        self._num_kv_blocks = num_kv_blocks
+        self.registry = registry = CollectorRegistry()
+        self._build_speculation(registry)
+        self._build_steps(registry)
+        self._build_load(registry)
+        for mode in get_args(SchedulerMode):
+            self._steps.labels(mode)
+        for position in range(block_size):
+            for counter in (self._proposed, self._verified, self._accepted):
+                counter.labels(str(position))
+
+    def _build_speculation(self, registry: CollectorRegistry) -> None:
+        self._accepted_length = Histogram(
+            "dspark_accepted_length",
+            "Tokens that a verify round committed: 1 + accepted drafts",
+            buckets=ACCEPTED_BUCKETS,
+            registry=registry,
+        )
+        self._proposed = _counter(registry, "dspark_draft_tokens_proposed", "Draft tokens proposed", "position")
+        self._verified = _counter(registry, "dspark_draft_tokens_verified", "Draft tokens verified", "position")
+        self._accepted = _counter(registry, "dspark_draft_tokens_accepted", "Draft tokens accepted", "position")
+        self._granted = _counter(
+            registry, "dspark_budget_granted_tokens", "Draft tokens that the lease or the load let the steps verify"
+        )
+        self._used = _counter(registry, "dspark_budget_used_tokens", "Draft tokens that the steps did verify")
+        self._trimmed = _counter(
+            registry, "dspark_draft_tokens_trimmed", "Draft tokens proposed but not admitted to verification"
+        )
+        self._skipped = _counter(
+            registry, "dspark_drafter_skipped_steps", "Steps with running requests that skipped the draft pass"
+        )
+
+    def _build_steps(self, registry: CollectorRegistry) -> None:
+        self._steps = _counter(registry, "dspark_steps", "Engine steps by who decided what they verify", "mode")
+        self._step_seconds = Histogram(
+            "dspark_step_seconds", "Duration of an engine step", buckets=STEP_BUCKETS, registry=registry
+        )
+        self._draft_seconds = Histogram(
+            "dspark_draft_seconds", "Duration of the draft pass", buckets=STEP_BUCKETS, registry=registry
+        )
+        self._step_tokens = Histogram(
+            "dspark_step_tokens",
+            "Rows of a step's flat batch: anchors, drafts and prefill",
+            buckets=TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self._predicted = _counter(
+            registry, "dspark_step_predicted_seconds", "Step time that the cost curve expected, summed"
+        )
+        self._measured = _counter(
+            registry, "dspark_step_measured_seconds", "Time that the steps with a prediction took, summed"
+        )
+        self._ratio = Histogram(
+            "dspark_step_measured_over_predicted",
+            "Step time over the cost curve's expectation",
+            buckets=RATIO_BUCKETS,
+            registry=registry,
+        )
+
+    def _build_load(self, registry: CollectorRegistry) -> None:
+        self._running = Gauge("dspark_requests_running", "Sequences that run", registry=registry)
+        self._waiting = Gauge("dspark_requests_waiting", "Sequences that wait for a place", registry=registry)
+        self._preemptions = _counter(
+            registry, "dspark_preemptions", "Sequences that gave up their KV blocks to be recomputed later"
+        )
+        self._kv_usage = Gauge("dspark_kv_cache_usage_ratio", "KV blocks in use, 0 to 1", registry=registry)
+        self._prompt_tokens = _counter(registry, "dspark_prompt_tokens", "Prompt tokens of sequences that entered")
+        self._cached_tokens = _counter(
+            registry, "dspark_prefix_cache_hit_tokens", "Prompt tokens that the prefix cache already held"
+        )
+        self._generated_tokens = _counter(registry, "dspark_generated_tokens", "Tokens that the engine emitted")
+
+    def observe_step(self, result: StepResult) -> None:
+        """Count one engine step."""
+        self._observe_rounds(result)
+        self._steps.labels(result.mode).inc()
+        self._step_seconds.observe(result.seconds)
+        self._step_tokens.observe(result.num_tokens)
+        if result.report.drafted:
+            self._draft_seconds.observe(result.draft_seconds)
+        if result.predicted_seconds is not None:
+            self._predicted.inc(result.predicted_seconds)
+            self._measured.inc(result.seconds)
+            self._ratio.observe(result.seconds / result.predicted_seconds)
+        self._running.set(result.num_running)
+        self._waiting.set(result.report.num_waiting)
+        self._preemptions.inc(result.num_preempted)
+        self._kv_usage.set(1 - result.num_free_kv_blocks / self._num_kv_blocks)
+        self._prompt_tokens.inc(result.num_prompt_tokens)
+        self._cached_tokens.inc(result.num_cached_prompt_tokens)
+        self._generated_tokens.inc(sum(len(event.token_ids) for event in result.events))
+
+    def _observe_rounds(self, result: StepResult) -> None:
+        num_proposed = num_verified = 0
+        for verify_round in result.rounds:
+            self._observe_round(verify_round)
+            num_proposed += verify_round.num_proposed
+            num_verified += verify_round.num_verified
+        self._trimmed.inc(num_proposed - num_verified)
+        self._used.inc(num_verified)
+        self._granted.inc(result.cap)
+        if result.rounds and result.mode != "plain" and not result.report.drafted:
+            self._skipped.inc()
+
+    def _observe_round(self, verify_round: VerifyRound) -> None:
+        self._accepted_length.observe(1 + verify_round.num_accepted)
+        for counter, count in (
+            (self._proposed, verify_round.num_proposed),
+            (self._verified, verify_round.num_verified),
+            (self._accepted, verify_round.num_accepted),
+        ):
+            for position in range(count):
+                counter.labels(str(position)).inc()
+
+    def text(self) -> str:
+        """The exposition text of this registry."""
+        return generate_latest(self.registry).decode()
+
+
+class ServiceMetrics:
+    """What the clients of one HTTP process met."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._requests = _counter(registry, "dspark_requests", "Finished choices by finish reason", "finish_reason")
+        self._shed = _counter(registry, "dspark_requests_shed", "Requests refused with 429 because the queue was full")
+        self._ttft = Histogram("dspark_ttft_seconds", "Arrival to first token", buckets=TTFT_BUCKETS, registry=registry)
+        self._tpot = Histogram(
+            "dspark_tpot_seconds",
+            "Mean time of a choice's tokens after the first",
+            buckets=TPOT_BUCKETS,
+            registry=registry,
+        )
+        self._latency = Histogram(
+            "dspark_request_seconds", "Arrival to last token", buckets=LATENCY_BUCKETS, registry=registry
+        )
+        for reason in get_args(FinishReason):
+            self._requests.labels(reason)
+
+    def observe_request(
+        self, finish_reason: FinishReason, ttft_seconds: float | None, request_seconds: float, num_tokens: int
+    ) -> None:
+        """Count one finished choice of `num_tokens` delivered tokens; `ttft_seconds` is None when none arrived."""
+        self._requests.labels(finish_reason).inc()
+        self._latency.observe(request_seconds)
+        if ttft_seconds is not None:
+            self._ttft.observe(ttft_seconds)
+            if num_tokens > 1:
+                self._tpot.observe((request_seconds - ttft_seconds) / (num_tokens - 1))
+
+    def observe_shed(self) -> None:
+        """Count one request that was refused because the queue was full."""
+        self._shed.inc()
+
+    def text(self) -> str:
+        """The exposition text of this registry."""
+        return generate_latest(self.registry).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Exposition:
+    """One process's exposition text and who it is."""
+
+    replica: str
+    rank: int
+    text: str
+
+
+def merge(expositions: Iterable[Exposition]) -> str:
+    """One text for one scrape: every sample gets its `replica` and `rank`, every family its HELP and TYPE once."""
+    families: dict[str, Metric] = {}
+    for exposition in expositions:
+        labels = {"replica": exposition.replica, "rank": str(exposition.rank)}
+        for family in text_string_to_metric_families(exposition.text):
+            if family.name.endswith("_created"):  # the client library's birth times: noise in a scrape
+                continue
+            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            merged.samples += [Sample(s.name, {**labels, **s.labels}, s.value) for s in family.samples]
+    return generate_latest(_Families(families.values())).decode()
+
+
+class _Families(CollectorRegistry):
+    """Families that are already collected."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        super().__init__()
+        self._families = tuple(families)
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _counter(registry: CollectorRegistry, name: str, documentation: str, *labels: str) -> Counter:
+    return Counter(name, documentation, labels, registry=registry)
