@@ -1,0 +1,108 @@
+"""The settings of one served model, in the names of ray.serve.llm's LLMConfig where the concept is the same.
+
+Knows the keys, their ranges and how to say where a wrong one stands; reads no file and no environment variable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from cluster.config import EngineConfig
+
+MAX_CHOICES = 128
+"""Most sequences that one HTTP request may start: prompts x n."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelLoadingConfig(_Section):
+    """Which model, and what clients call it."""
+
+    model_id: str = Field(min_length=1, description="The `model` of the API")
+    model_source: str = Field(
+        EngineConfig.model_fields["model_source"].default,
+        min_length=1,
+        description="A local folder, a hub id, or pypi:<package>==<version>",
+    )
+
+
+class DeploymentConfig(_Section):
+    """Serve's settings of the replicas; how many requests one takes follows from the engine's own limits."""
+
+    num_replicas: int = Field(1, ge=1)
+    health_check_period_s: float = Field(1.0, gt=0)
+    health_check_timeout_s: float = Field(5.0, gt=0)
+    graceful_shutdown_timeout_s: float = Field(10.0, ge=0, description="Time for running requests when stopping")
+
+
+class ApiKeysConfig(_Section):
+    """Where the accepted API keys are kept, never the keys themselves. One key a line."""
+
+    file: str | None = None
+    environment_variable: str | None = None
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if (self.file is None) == (self.environment_variable is None):
+            raise ValueError("give exactly one of file and environment_variable")
+        return self
+
+
+class HttpConfig(_Section):
+    """What the ingress accepts. Host and port are Serve's own (`http_options` beside the application)."""
+
+    max_body_bytes: int = Field(4 << 20, ge=1024, description="Larger request bodies are refused with 413")
+    submit_timeout_s: float = Field(15.0, gt=0, description="Longest wait for a replica to take a request, then 503")
+    api_keys: ApiKeysConfig | None = Field(None, description="None: everybody may ask")
+
+
+def _not_the_model(engine_kwargs: EngineConfig) -> EngineConfig:
+    if "model_source" in engine_kwargs.model_fields_set:
+        raise ValueError("model_source is set in model_loading_config")
+    return engine_kwargs
+
+
+class LLMConfig(_Section):
+    """`args` of an application: one model and how it is served."""
+
+    model_loading_config: ModelLoadingConfig
+    engine_kwargs: Annotated[EngineConfig, AfterValidator(_not_the_model)] = EngineConfig()
+    deployment_config: DeploymentConfig = DeploymentConfig()
+    http_config: HttpConfig = HttpConfig()
+    unhealthy_after_s: float = Field(
+        60.0, gt=0, description="An engine with work but no finished step for this long is stuck, and replaced"
+    )
+
+    @property
+    def model_id(self) -> str:
+        return self.model_loading_config.model_id
+
+    def engine_config(self) -> EngineConfig:
+        """The engine's settings, with the model's place filled in."""
+        return self.engine_kwargs.model_copy(update={"model_source": self.model_loading_config.model_source})
+
+    def effective_yaml(self) -> str:
+        """Every setting with the value in force. Holds no secret: keys are named by where they are kept."""
+        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+
+
+def parse_config(args: Mapping[str, Any]) -> LLMConfig:
+    """The configuration in `args`.
+
+    Raises ValueError with one line per offence, each naming the path of the key: `engine_kwargs.dtyp: unknown key`.
+    """
+    try:
+        return LLMConfig.model_validate(dict(args))
+    except ValidationError as error:
+        lines = []
+        for offence in error.errors():
+            path = ".".join(str(part) for part in offence["loc"]) or "configuration"
+            message = "unknown key" if offence["type"] == "extra_forbidden" else offence["msg"]
+            lines.append(f"{path}: {message}")
+        raise ValueError("invalid configuration\n  " + "\n  ".join(lines)) from None

@@ -1,0 +1,316 @@
+"""What clients may ask in OpenAI's API, and what it means for the engine.
+
+Knows every field, its range and its error; knows nothing of HTTP, tokens of text, or replicas. A field is used, refused
+by name, or listed as informational: nothing is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from cluster.messages import InvalidRequestError, Request, SamplingParams
+from deployments.config import MAX_CHOICES
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+
+INFORMATIONAL = frozenset({"user", "safety_identifier", "metadata", "prompt_cache_key"})
+"""Fields that by OpenAI's own definition never change an answer: labels of the caller's own. Accepted, no effect."""
+
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""OpenAI fields that aren't supported, with the values (besides null) that ask for nothing; any other is refused."""
+
+TokenId = Annotated[int, Field(ge=0)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class DSparkOptions(_Strict):
+    """Our extension in the body."""
+
+    max_draft_tokens: int | None = Field(None, ge=0)
+    """Most draft tokens verified per step; 0 is plain decoding."""
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+
+
+class _Generation(_Strict):
+    """The fields that both endpoints share."""
+
+    model: str
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = Field(None, ge=0)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_LOGIT_BIASES)
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    dspark: DSparkOptions | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop_is_a_list(cls, stop: object) -> object:
+        return [stop] if isinstance(stop, str) else stop
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only allowed when stream is true")
+        return self
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+
+class ChatRequest(_Generation):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only allowed when logprobs is true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_completion_tokens: differs from max_tokens, which means the same")
+        return self
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def conversation(self) -> list[dict[str, str]]:
+        """The messages as chat templates want them. OpenAI's `developer` is the newer name of `system`."""
+        return [{"role": "system" if m.role == "developer" else m.role, "content": m.text} for m in self.messages]
+
+
+class CompletionRequest(_Generation):
+    """POST /v1/completions."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts one by one, texts or token ids. Raises InvalidRequestError when there is none."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise InvalidRequestError("prompt", "must not be empty")
+        if isinstance(self.prompt[0], int):
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+
+
+Body = ChatRequest | CompletionRequest
+
+
+def parse_body[T: (ChatRequest, CompletionRequest)](body: bytes, schema: type[T]) -> T:
+    """The request in a JSON body. Raises InvalidRequestError naming the first offending field."""
+    try:
+        values = json.loads(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError("body", f"is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise InvalidRequestError("body", "must be a JSON object")
+    known = schema.model_fields.keys()
+    values = {name: value for name, value in values.items() if name in known or not _asks_for_nothing(name, value)}
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        raise _first_offence(error) from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _asks_for_nothing(name: str, value: object) -> bool:
+    """True: a field that may be left out. Raises InvalidRequestError for a supported API field that we don't support."""
+    if name in INFORMATIONAL:
+        return True
+    if name in NEUTRAL:
+        if value is None or value in NEUTRAL[name]:
+            return True
+        raise InvalidRequestError(name, "is not supported by this server")
+    return False
+
+
+def _first_offence(error: ValidationError) -> InvalidRequestError:
+    offence = error.errors()[0]
+    path = [str(part) for part in offence["loc"]]
+    if offence["type"] == "extra_forbidden":
+        return InvalidRequestError(".".join(path), "is not a known field")
+    if path[:1] == ["prompt"]:  # pydantic's path names the members of the union
+        return InvalidRequestError("prompt", "must be a string, a list of strings, token ids, or a list of token id lists")
+    if offence["type"] == "value_error" and not path:  # our own rules across fields start with the field's name
+        name, _, message = str(offence["ctx"]["error"]).partition(": ")
+        return InvalidRequestError(name, message)
+    if offence["type"] == "missing":
+        return InvalidRequestError(".".join(path), "is required")
+    return InvalidRequestError(".".join(path), offence["msg"])
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the model can take."""
+
+    max_model_len: int
+    vocab_size: int
+    end_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One sequence to generate and what the HTTP side does with its tokens."""
+
+    index: int
+    request: Request
+    stop: tuple[str, ...] = field(default=())
+
+
+def to_choices(body: Body, prompts: list[tuple[int, ...]], limits: ModelLimits, request_id: str) -> list[Choice]:
+    """One Choice per prompt and per `n`, numbered as OpenAI numbers them (prompt-major).
+
+    Raises InvalidRequestError when a prompt does not fit. Choice i of a prompt draws with seed + i.
+    """
+    n = body.n or 1
+    if len(prompts) * n > MAX_CHOICES:
+        raise InvalidRequestError("n", f"{len(prompts)} prompts x n = {n} exceed {MAX_CHOICES} sequences per request")
+    choices = []
+    for prompt in prompts:
+        max_tokens = _room(body, prompt, limits)
+        for i in range(n):
+            index = len(choices)
+            request = Request(
+                request_id=f"{request_id}-{index}",
+                prompt_token_ids=prompt,
+                sampling=_sampling(body, max_tokens, limits, None if body.seed is None else (body.seed + i) % 2**63),
+            )
+            choices.append(Choice(index, request, tuple(body.stop or ())))
+    return choices
+
+
+def _room(body: Body, prompt: tuple[int, ...], limits: ModelLimits) -> int:
+    """max_tokens of this prompt: what was asked, else all that fits."""
+    name = "messages" if isinstance(body, ChatRequest) else "prompt"
+    if not prompt:
+        raise InvalidRequestError(name, "must not be empty: there is no token to continue from")
+    if max(prompt) >= limits.vocab_size:
+        raise InvalidRequestError(name, f"token id {max(prompt)} is outside the vocabulary of {limits.vocab_size}")
+    room = limits.max_model_len - len(prompt)
+    if room < 1:
+        raise InvalidRequestError(
+            name, f"has {len(prompt)} tokens, which leaves no room to answer in max_model_len = {limits.max_model_len}"
+        )
+    wanted = body.max_output_tokens
+    if wanted is not None and wanted > room:
+        raise InvalidRequestError(
+            "max_tokens" if body.max_tokens is not None else "max_completion_tokens",
+            f"the prompt's {len(prompt)} tokens + {wanted} = {len(prompt) + wanted} exceed "
+            f"max_model_len = {limits.max_model_len}",
+        )
+    return room if wanted is None else wanted
+
+
+def _sampling(body: Body, max_tokens: int, limits: ModelLimits, seed: int | None) -> SamplingParams:
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequestError("min_tokens", f"{min_tokens} exceeds the most tokens there can be, {max_tokens}")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=_default(body.temperature, 1.0),
+        top_p=_default(body.top_p, 1.0),
+        top_k=max(0, body.top_k or 0),
+        min_p=_default(body.min_p, 0.0),
+        seed=seed,
+        min_tokens=min_tokens,
+        presence_penalty=_default(body.presence_penalty, 0.0),
+        frequency_penalty=_default(body.frequency_penalty, 0.0),
+        repetition_penalty=_default(body.repetition_penalty, 1.0),
+        logit_bias=_logit_bias(body.logit_bias or {}, limits.vocab_size),
+        stop_token_ids=() if body.ignore_eos else limits.end_token_ids,
+        num_logprobs=body.num_logprobs,
+        max_draft_tokens=body.dspark.max_draft_tokens if body.dspark else None,
+    )
+
+
+def _default(value: float | None, default: float) -> float:
+    return default if value is None else float(value)
+
+
+def _logit_bias(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    pairs = []
+    for key, bias in biases.items():
+        if not (key.isascii() and key.isdigit() and int(key) < vocab_size):
+            raise InvalidRequestError("logit_bias", f"{key!r} is not a token id below {vocab_size}")
+        pairs.append((int(key), float(bias)))
+    return tuple(pairs)
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
