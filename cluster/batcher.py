@@ -144,12 +144,16 @@ class Batcher:
         else:
             self.waiting.remove(sequence)
 
+    def num_left(self, sequence: Sequence) -> int:
+        """Tokens that the sequence may still get: max_tokens or max_model_len ends it."""
+        left = sequence.request.sampling.max_tokens - sequence.num_output
+        return min(left, self._config.max_model_len - len(sequence.tokens))
+
     def draft_limit(self, sequence: Sequence) -> int:
-        """Most drafts worth verifying: the token after them must fit max_tokens and max_model_len too."""
+        """Most drafts worth verifying: the token that follows them is the sequence's last at the latest."""
         asked = sequence.request.sampling.max_draft_tokens
         own = self._max_drafts if asked is None else min(asked, self._max_drafts)
-        left = sequence.request.sampling.max_tokens - sequence.num_output
-        return max(0, min(own, left - 1, self._config.max_model_len - len(sequence.tokens) - 1))
+        return max(0, min(own, self.num_left(sequence) - 1))
 
     def plan(self, cap: int) -> Plan:
         """The next step: anchors first, then at most `cap` drafts, then prompts in what is left of the row budget.

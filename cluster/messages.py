@@ -194,3 +194,18 @@ class StepResult:
     num_prompt_tokens: int = 0
     """Prompt tokens of the requests that entered in this step, and how many of them the prefix cache held."""
     num_cached_prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """How an engine is. `alive` is False for good once a step raised; `reason` then says why."""
+
+    alive: bool
+    ready: bool
+    """The model is loaded and the cost curve is measured."""
+    seconds_since_last_step: float
+    """Since the last finished step while there is work, 0 when there is none: a stuck engine shows here."""
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_kv_blocks: int = 0
+    reason: str = ""

@@ -8,7 +8,6 @@ row j of a request sees its output and its drafts before j, and nothing else.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,7 +32,7 @@ class Outcome:
     logprobs: tuple[TokenLogprobs, ...] | None
 
 
-def sampling_rows(sequences: ListOf[Sequence], num_rows: ListOf[int]) -> SamplingRows:
+def sampling_rows(sequences: list[Sequence], num_rows: list[int]) -> SamplingRows:
     """`num_rows[r]` consecutive rows for each sequence; the first predicts the token after the sequence's last."""
     count = torch.tensor(num_rows)
 
@@ -53,7 +52,7 @@ def sampling_rows(sequences: ListOf[Sequence], num_rows: ListOf[int]) -> Samplin
     )
 
 
-def draft_sampler(sequences: ListOf[Sequence], target_ids_V: Tensor) -> Sampler:
+def draft_sampler(sequences: list[Sequence], target_ids_V: Tensor) -> Sampler:
     """How the drafter draws slot k of each sequence: the same rules and the same noise as the target's position."""
     first = sampling_rows(sequences, [1] * len(sequences))
 
@@ -123,9 +122,15 @@ def token_logprobs(logits_MV: Tensor, token_ids: list[int], num_top: int) -> tup
 
 
 def verify(
-    logits_MV: Tensor, sequences: ListOf[Sequence], lengths: list[int], draft: Draft, target_ids_V: Tensor
+    logits_MV: Tensor,
+    sequences: list[Sequence],
+    lengths: list[int],
+    draft: Draft,
+    target_ids_V: Tensor,
+    num_left: list[int],
 ) -> list[Outcome]:
-    """Accept and emit. Row r of `draft` belongs to sequence r, of which the first `lengths[r]` drafts are in the batch.
+    """Accept and emit. Row r of `draft` belongs to sequence r, of which the first `lengths[r]` drafts are in the batch,
+    and which may get `num_left[r]` tokens more.
 
     logits_MV: [sum(1 + lengths), V], any float dtype, anchor row first. Left as it is.
     """
@@ -150,20 +155,20 @@ def verify(
     )
     accepted, emitted = verification.num_accepted_R.tolist(), verification.next_tokens_R.tolist()
     return [
-        _outcome(s, [*drafts[r][: accepted[r]], emitted[r]], logits_MV[starts[r] : starts[r + 1]])
+        _outcome(s, [*drafts[r][: accepted[r]], emitted[r]], num_left[r], logits_MV[starts[r] : starts[r + 1]])
         for r, s in enumerate(sequences)
     ]
 
 
-def _outcome(sequence: Sequence, token_ids: list[int], logits_JV: Tensor) -> Outcome:
+def _outcome(sequence: Sequence, token_ids: list[int], num_left: int, logits_JV: Tensor) -> Outcome:
     sampling = sequence.request.sampling
-    token_ids = token_ids[: sampling.max_tokens - sequence.num_output]
+    token_ids = token_ids[:num_left]
     stops = set(sampling.stop_token_ids)
     end = next((i for i, token in enumerate(token_ids) if token in stops), None)
     reason: FinishReason | None = None
     if end is not None:
         token_ids, reason = token_ids[: end + 1], "stop"
-    elif sequence.num_output + len(token_ids) >= sampling.max_tokens:
+    elif len(token_ids) == num_left:
         reason = "length"
     wanted = sampling.num_logprobs
     logprobs = None if wanted is None else token_logprobs(logits_JV[: len(token_ids)], token_ids, wanted)
