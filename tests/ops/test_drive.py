@@ -1,0 +1,53 @@
+"""The closed loop counts what a stopwatch and a tally would: checked on a backend whose every step is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from ops.benchmarks.drive import Measurement, Progress, drive
+
+
+class Countdown:
+    """Each request yields one token per step until its length, its only prompt token, is reached."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, int] = {}
+        self.in_flight: list[int] = []
+
+    def add(self, request_id: str, prompt_token_ids: tuple[int, ...]) -> None:
+        self.left[request_id] = prompt_token_ids[0]
+
+    def step(self) -> list[Progress]:
+        self.in_flight.append(len(self.left))
+        progress = []
+        for request_id in list(self.left):
+            self.left[request_id] -= 1
+            finished = self.left[request_id] == 0
+            progress.append(Progress(request_id, 1, finished, num_rounds=4 * finished, num_accepted=6 * finished))
+            if finished:
+                del self.left[request_id]
+        return progress
+
+
+def test_places_are_refilled_and_the_tail_is_not_counted() -> None:
+    backend = Countdown()
+    measured = drive(backend, [(3,), (1,), (2,), (4,)], concurrency=2)
+    assert backend.in_flight == [2, 2, 2, 1, 1, 1, 1]
+    assert measured.num_tokens == 2 * backend.in_flight.count(2)
+    assert measured.user_tokens == 2 + 0 + 1 + 3
+    assert (measured.num_rounds, measured.num_accepted) == (16, 24)
+    assert measured.accepted_length == 2.5
+
+
+def test_one_at_a_time_counts_every_token() -> None:
+    assert drive(Countdown(), [(3,), (1,), (2,)], concurrency=1).num_tokens == 6
+
+
+def test_fewer_prompts_than_places_measures_nothing() -> None:
+    assert drive(Countdown(), [(3,)], concurrency=2).tokens_per_second == 0.0
+
+
+def test_measurements_add_up_before_rates_are_formed() -> None:
+    total = Measurement(num_tokens=10, seconds=1.0) + Measurement(num_tokens=20, seconds=4.0)
+    assert total.tokens_per_second == pytest.approx(6.0)
+    assert Measurement(num_tokens=5, seconds=1.0).accepted_length == 1.0
