@@ -1,0 +1,30 @@
+"""`python -m drafter <command>`: one subcommand per module, each with its own `add_arguments` and `run`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from drafter import synthesize
+
+COMMANDS = {
+    "synthesize": (synthesize, "let the target write training data"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m drafter", description="Train and measure a DSpark drafter.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=module.__doc__)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    arguments = parser.parse_args()
+    try:
+        arguments.run(arguments)
+    except ValueError as error:  # the user's to mend: say it without a traceback
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
