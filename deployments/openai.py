@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -166,9 +166,10 @@ class CompletionRequest(_Generation):
 
 
 Body = ChatRequest | CompletionRequest
+BodyT = TypeVar("BodyT", ChatRequest, CompletionRequest)
 
 
-def parse_body[T: (ChatRequest, CompletionRequest)](body: bytes, schema: type[T]) -> T:
+def parse_body(body: bytes, schema: type[BodyT]) -> BodyT:
     """The request in a JSON body. Raises InvalidRequestError naming the first offending field."""
     try:
         values = json.loads(body, parse_constant=_refuse_constant)

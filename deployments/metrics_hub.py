@@ -1,0 +1,48 @@
+"""What every process of the service last said about itself: its metrics, and whether its engine can serve.
+
+Knows texts and their age; the names inside them belong to cluster/metrics.py. A process that stops pushing is forgotten,
+so a dead replica neither keeps its gauges on the dashboard nor the service's health true.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.metrics import Exposition, merge
+
+PUSH_PERIOD_SECONDS = 1.0
+EXPIRES_AFTER_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    exposition: Exposition
+    ready: bool
+    at: float
+
+
+class MetricsHub:
+    """One per application. Every method is quick."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._said: dict[tuple[str, int], _Said] = {}
+
+    def push(self, exposition: Exposition, ready: bool = False) -> None:
+        """Replace what `exposition`'s process said before. `ready`: its engine takes requests."""
+        self._said[exposition.replica, exposition.rank] = _Said(exposition, ready, self._clock())
+
+    def any_ready(self) -> bool:
+        """Whether some engine said so, not long ago."""
+        return any(said.ready for said in self._fresh())
+
+    def exposition(self) -> str:
+        """The metrics of the whole service, one text."""
+        return merge(said.exposition for said in self._fresh())
+
+    def _fresh(self) -> list[_Said]:
+        oldest = self._clock() - EXPIRES_AFTER_SECONDS
+        self._said = {source: said for source, said in self._said.items() if said.at >= oldest}
+        return [self._said[source] for source in sorted(self._said)]
