@@ -68,3 +68,38 @@ class DrafterConfig:
     @property
     def reduced_vocabulary(self) -> bool:
         return self.draft_vocab_size < self.vocab_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How a drafter is trained. The defaults follow the paper's losses; rates fit small targets and Muon."""
+
+    slots: int = 10_000_000
+    """Budget: supervised block positions."""
+    sequences_per_step: int = 8
+    anchors_per_sequence: int = 128
+    max_length: int = 1024
+    position_decay: float = 4.0
+    """gamma_w: slot k weighs exp(-k / gamma_w)."""
+    learning_rate: float = 2e-3
+    """AdamW: embeddings, norms, biases."""
+    muon_learning_rate: float = 2e-3
+    """Muon: the matrices of the backbone."""
+    warmup_fraction: float = 0.04
+    decay_fraction: float = 0.4
+    """The last part of the budget in which the rate falls to 0 along a cosine; 1.0 is plain cosine."""
+    distillation_fraction: float = 0.65
+    """The first part of the budget: soft-label cross-entropy against p_t; then the paper's 0.1 CE + 0.9 L1."""
+    cross_entropy_weight: float = 0.1
+    l1_weight: float = 0.9
+    confidence_weight: float = 1.0
+    max_gradient_norm: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("warmup_fraction", "decay_fraction", "distillation_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in 0..1, got {getattr(self, name)}")
+        for name in ("slots", "sequences_per_step", "anchors_per_sequence", "max_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

