@@ -72,20 +72,29 @@ class Sequence:
 
 @dataclass(slots=True)
 class Chunk:
-    """One sequence's rows of a step: `num_rows` committed tokens from `num_computed` on, then at most `max_drafts`."""
+    """One sequence's rows of a step: `num_rows` committed tokens from `num_computed` on, then admitted drafts."""
 
     sequence: Sequence
     num_rows: int
     max_drafts: int = 0
+    proposed: list[int] = field(default_factory=list)
+    """Filled by DRAFT: at most `max_drafts` tokens."""
+    num_admitted: int = 0
+    """Filled by ADMIT."""
 
     @property
-    def has_anchor(self) -> bool:
-        return self.num_rows == self.sequence.num_pending
+    def drafts(self) -> list[int]:
+        return self.proposed[: self.num_admitted]
 
     @property
-    def token_ids(self) -> list[int]:
+    def rows(self) -> list[int]:
         start = self.sequence.num_computed
-        return self.sequence.tokens[start : start + self.num_rows]
+        return self.sequence.tokens[start : start + self.num_rows] + self.drafts
+
+    @property
+    def num_logits(self) -> int:
+        """Rows whose distribution is wanted: the anchor, if the chunk reaches it, and the drafts after it."""
+        return 1 + self.num_admitted if self.num_rows == self.sequence.num_pending else 0
 
 
 @dataclass(slots=True)
@@ -101,8 +110,8 @@ class Plan:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Rows that are no decoding anchor."""
-        return sum(chunk.num_rows for chunk in self.chunks if not (chunk.has_anchor and chunk.num_rows == 1))
+        """Rows beyond one anchor per sequence."""
+        return sum(chunk.num_rows for chunk in self.chunks if chunk.num_rows > 1)
 
 
 class Batcher:

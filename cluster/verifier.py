@@ -7,8 +7,9 @@ row j of a request sees its output and its drafts before j, and nothing else.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,32 +33,27 @@ class Outcome:
     logprobs: tuple[TokenLogprobs, ...] | None
 
 
-def sampling_rows(sequences: list[Sequence], num_rows: list[int]) -> SamplingRows:
-    """`num_rows[r]` consecutive rows for each sequence; the first predicts the token after the sequence's last."""
-    count = torch.tensor(num_rows)
-
-    def column(values: list[float] | list[int] | list[bool], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).repeat_interleave(count)
-
-    asked = [s.request.sampling for s in sequences]
-    positions = [len(s.tokens) + j for s, n in zip(sequences, num_rows, strict=True) for j in range(n)]
+def sampling_rows(sequences: list[Sequence], step: int) -> SamplingRows:
+    """One row for each sequence, predicting the token after its last; `step` makes unseeded requests' numbers fresh."""
+    asked = [sequence.request.sampling for sequence in sequences]
+    coupled = torch.tensor([a.seed is not None for a in asked])
     return SamplingRows(
-        temperature_N=column([a.temperature for a in asked], torch.float32),
-        top_k_N=column([a.top_k for a in asked], torch.int64),
-        top_p_N=column([a.top_p for a in asked], torch.float32),
-        min_p_N=column([a.min_p for a in asked], torch.float32),
-        seeds_N=column([s.seed for s in sequences], torch.int64),
-        positions_N=torch.tensor(positions, dtype=torch.int64),
-        coupled_N=column([a.seed is not None for a in asked], torch.bool),
+        temperature=torch.tensor([a.temperature for a in asked], dtype=torch.float32),
+        top_k=torch.tensor([a.top_k for a in asked]),
+        top_p=torch.tensor([a.top_p for a in asked], dtype=torch.float32),
+        min_p=torch.tensor([a.min_p for a in asked], dtype=torch.float32),
+        seeds=speculative.round_seeds(torch.tensor([s.seed for s in sequences]), coupled, step),
+        positions=torch.tensor([len(s.tokens) for s in sequences]),
+        coupled=coupled,
     )
 
 
-def draft_sampler(sequences: list[Sequence], target_ids_V: Tensor) -> Sampler:
+def draft_sampler(sequences: list[Sequence], target_ids_V: Tensor, step: int) -> Sampler:
     """How the drafter draws slot k of each sequence: the same rules and the same noise as the target's position."""
-    first = sampling_rows(sequences, [1] * len(sequences))
+    first = sampling_rows(sequences, step)
 
     def draw(slot: int, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-        rows = replace(first, positions_N=first.positions_N + slot)
+        rows = first.at(first.positions + slot)
         probabilities_RV = speculative.probabilities(logits_RV, rows)
         return speculative.sample(probabilities_RV, rows, Purpose.DRAFT, target_ids_V), probabilities_RV
 
@@ -124,36 +120,33 @@ def token_logprobs(logits_MV: Tensor, token_ids: list[int], num_top: int) -> tup
 def verify(
     logits_MV: Tensor,
     sequences: list[Sequence],
-    lengths: list[int],
-    draft: Draft,
-    target_ids_V: Tensor,
+    drafts: list[list[int]],
+    draft: Draft | None,
+    target_ids_V: Tensor | None,
     num_left: list[int],
+    step: int,
 ) -> list[Outcome]:
-    """Accept and emit. Row r of `draft` belongs to sequence r, of which the first `lengths[r]` drafts are in the batch,
-    and which may get `num_left[r]` tokens more.
+    """Accept and emit. Row r of `draft` belongs to sequence r, whose admitted tokens are `drafts[r]`, and which may get
+    `num_left[r]` tokens more.
 
-    logits_MV: [sum(1 + lengths), V], any float dtype, anchor row first. Left as it is.
+    `draft` may be None when nothing is admitted. logits_MV: [sum(1 + len(drafts)), V], any float dtype, anchor row first. Left as it is.
     """
-    num_rows = [1 + length for length in lengths]
-    starts = [0]
-    for n in num_rows:
-        starts.append(starts[-1] + n)
-    drafts = [row[:length] for row, length in zip(draft.tokens.tolist(), lengths, strict=True)]
+    if not sequences:
+        return []
+    lengths = torch.tensor([len(admitted) for admitted in drafts])
+    starts = [0, *itertools.accumulate(1 + len(admitted) for admitted in drafts)]
+    row_starts = torch.tensor(starts)
     edited_MV = logits_MV
     for r, sequence in enumerate(sequences):
         if edits_logits(sequence.request.sampling, sequence.num_output):
             if edited_MV is logits_MV:  # fp32, because a penalty may be finer than the model's dtype
                 edited_MV = logits_MV.to(torch.float32, copy=True)
             edit_logits(edited_MV[starts[r] : starts[r + 1]], sequence, drafts[r])
-    verification = speculative.verify(
-        edited_MV,
-        torch.tensor(starts),
-        draft,
-        torch.tensor(lengths),
-        sampling_rows(sequences, num_rows),
-        target_ids_V,
-    )
-    accepted, emitted = verification.num_accepted_R.tolist(), verification.next_tokens_R.tolist()
+    owner = torch.repeat_interleave(1 + lengths)
+    rows = sampling_rows(sequences, step).select(owner)
+    rows = rows.at(rows.positions + torch.arange(starts[-1]) - row_starts[owner])
+    verification = speculative.verify(edited_MV, row_starts, draft, lengths, rows, target_ids_V)
+    accepted, emitted = verification.num_accepted.tolist(), verification.next_tokens.tolist()
     return [
         _outcome(s, [*drafts[r][: accepted[r]], emitted[r]], num_left[r], logits_MV[starts[r] : starts[r + 1]])
         for r, s in enumerate(sequences)

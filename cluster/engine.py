@@ -1,0 +1,349 @@
+"""One engine: requests in, steps, token events out. Read this file first.
+
+A step is four verbs. DRAFT: the drafter proposes tokens for each decoding sequence. ADMIT: how many of them are worth
+verifying. VERIFY: anchors, admitted drafts and prompt chunks go through the target as one ragged batch, and acceptance
+says what was generated. COMMIT: sequences grow, events and the step's report come out.
+
+The plan (which rows, whose blocks) and the cap on drafts are made before DRAFT from what earlier steps reported, so no
+drafted token can influence how many drafts are verified: that keeps the output's distribution exactly the target's.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from cluster import budget, verifier
+from cluster.batcher import Batcher, Chunk, Plan, Sequence
+from cluster.config import EngineConfig
+from cluster.flat_batch import Span
+from cluster.kv_cache import BlockPool
+from cluster.messages import (
+    BudgetLease,
+    CostCurveError,
+    FinishReason,
+    InvalidRequestError,
+    LoadReport,
+    QueueFullError,
+    Request,
+    RequestLoad,
+    SchedulerMode,
+    StepResult,
+    TokenEvent,
+    VerifyRound,
+)
+from cluster.shard import Shard, StepTensors
+from cluster.sps import CostCurve
+from cluster.verifier import Outcome
+from drafter.interface import Draft
+
+UNLIMITED = BudgetLease(cap=2**31)
+"""All that requests and rows allow."""
+PLAIN = BudgetLease(cap=0)
+PROBE_EVERY_STEPS = 64
+"""A step that skips drafting learns nothing about drafts: after so many in a row, one drafts to look again."""
+REPORT_AGE_STEPS = 2
+"""The budget may only use confidences that are at least so old (dspark.md section 5)."""
+
+
+class Engine:
+    """Continuous batching with speculation on one rank. `add` and `abort` are safe from any thread; `step` from one."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        shard: Shard,
+        curve: CostCurve | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`curve` may be None only where nothing is scheduled (plain decoding, or speculation "fixed")."""
+        self.max_drafts = _max_drafts(config, shard.block_size)
+        if curve is None and self.max_drafts and config.speculation == "scheduled":
+            raise CostCurveError("scheduled speculation needs a cost curve")
+        self._config = config
+        self._shard = shard
+        self._curve = curve
+        self._clock = clock
+        self._pool = BlockPool(config.num_kv_blocks, config.kv_block_size)
+        self._batcher = Batcher(config, self._pool, self.max_drafts)
+        self._lock = threading.Lock()
+        self._sequences: dict[str, Sequence] = {}
+        self._added: list[Sequence] = []
+        self._aborted: list[str] = []
+        self._reports: deque[LoadReport] = deque(maxlen=REPORT_AGE_STEPS)
+        self._finish_times: deque[float] = deque(maxlen=32)
+        self._num_steps = 0
+        self._num_steps_undrafted = 0
+
+    # --- requests ---
+
+    def add(self, request: Request) -> None:
+        """Queue a request for the next step. Raises InvalidRequestError or QueueFullError."""
+        self._check(request)
+        seed = request.sampling.seed
+        sequence = Sequence(request, secrets.randbits(63) if seed is None else seed & (2**63 - 1))
+        with self._lock:
+            if request.request_id in self._sequences:
+                raise InvalidRequestError("request_id", f"{request.request_id!r} is already running")
+            if not self._batcher.has_room(len(self._added)):
+                raise QueueFullError(self._retry_after_seconds())
+            self._sequences[request.request_id] = sequence
+            self._added.append(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """End a request at the next step, which frees its blocks; nothing happens if it isn't there any more."""
+        with self._lock:
+            if request_id in self._sequences:
+                self._aborted.append(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._batcher.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._batcher.waiting) + len(self._added)
+
+    @property
+    def num_free_kv_blocks(self) -> int:
+        return self._pool.num_free
+
+    def request_ids(self) -> tuple[str, ...]:
+        """Everything that has been added and not finished."""
+        with self._lock:
+            return tuple(self._sequences)
+
+    # --- the step ---
+
+    @torch.inference_mode()
+    def step(self) -> StepResult:
+        """Run one step. Call it only while there is work."""
+        started = self._clock()
+        events = self._receive()
+        lease, mode = self._lease()
+        plan = self._batcher.plan(lease.cap)
+        draft_started = self._clock()
+        draft = self._draft(plan)
+        draft_seconds = self._clock() - draft_started
+        self._admit(plan, lease)
+        num_tokens = sum(len(chunk.rows) for chunk in plan.chunks)
+        context_tokens = sum(chunk.sequence.num_computed + len(chunk.rows) for chunk in plan.chunks)
+        outcomes, forward = self._verify(plan, draft)
+        token_events, rounds = self._commit(plan, outcomes, forward)
+        events += token_events
+        report = self._report(plan, context_tokens, drafted=draft is not None)
+        self._reports.append(report)
+        self._num_steps += 1
+        return StepResult(
+            step=report.step,
+            events=tuple(events),
+            report=report,
+            num_tokens=num_tokens,
+            seconds=self._clock() - started,
+            draft_seconds=draft_seconds,
+            finished=tuple(event.request_id for event in events if event.finish_reason),
+            rounds=tuple(rounds),
+            mode=mode,
+            cap=plan.max_drafts,
+            predicted_seconds=self._predict(plan, num_tokens, context_tokens),
+            num_running=self.num_running,
+            num_free_kv_blocks=self._pool.num_free,
+            num_preempted=plan.num_preempted,
+            num_prompt_tokens=plan.num_prompt_tokens,
+            num_cached_prompt_tokens=plan.num_cached_prompt_tokens,
+        )
+
+    def _receive(self) -> list[TokenEvent]:
+        """Take in what was added and aborted since the last step."""
+        with self._lock:
+            added, self._added = self._added, []
+            aborted, self._aborted = self._aborted, []
+        for sequence in added:
+            self._batcher.add(sequence)
+        return [
+            self._finish(self._sequences[request_id], "abort")
+            for request_id in dict.fromkeys(aborted)
+            if request_id in self._sequences
+        ]
+
+    def _draft(self, plan: Plan) -> Draft | None:
+        """DRAFT: propose tokens for every chunk that may have some. No more slots than could be admitted."""
+        chunks = [chunk for chunk in plan.chunks if chunk.max_drafts]
+        self._num_steps_undrafted = 0 if chunks else self._num_steps_undrafted + 1
+        if not chunks:
+            return None
+        sequences = [chunk.sequence for chunk in chunks]
+        draft = self._shard.draft(
+            anchors=[s.tokens[-1] for s in sequences],
+            num_context=[s.num_computed for s in sequences],
+            block_ids=[s.block_ids for s in sequences],
+            sampler=verifier.draft_sampler(sequences, self._shard.target_ids, self._num_steps),
+            num_slots=max(chunk.max_drafts for chunk in chunks),
+        )
+        tokens, survivals = draft.tokens.tolist(), draft.confidences.cumprod(dim=1).tolist()
+        for chunk, proposed, survival in zip(chunks, tokens, survivals, strict=True):
+            chunk.proposed = proposed[: chunk.max_drafts]
+            chunk.sequence.survival = tuple(survival[: chunk.max_drafts])
+        return draft
+
+    def _admit(self, plan: Plan, lease: BudgetLease) -> None:
+        """ADMIT: the lengths of the prefixes to verify. Current survivals only rank; the cap is older than they are."""
+        chunks = [chunk for chunk in plan.chunks if chunk.proposed]
+        limits = [len(chunk.proposed) for chunk in chunks]
+        if sum(limits) > plan.max_drafts or lease.price > 0:
+            survivals = [chunk.sequence.survival for chunk in chunks]
+            limits = budget.admit(survivals, limits, replace(lease, cap=plan.max_drafts))
+        for chunk, length in zip(chunks, limits, strict=True):
+            chunk.num_admitted = length
+
+    def _verify(self, plan: Plan, draft: Draft | None) -> tuple[dict[str, Outcome], StepTensors]:
+        """VERIFY: one forward of all rows, then acceptance: an outcome for every chunk that reached its anchor."""
+        forward = self._shard.forward(
+            [
+                Span(chunk.rows, chunk.sequence.num_computed, chunk.sequence.block_ids, chunk.num_logits)
+                for chunk in plan.chunks
+            ]
+        )
+        anchored = [chunk for chunk in plan.chunks if chunk.num_logits]
+        outcomes = verifier.verify(
+            forward.logits_MV,
+            [chunk.sequence for chunk in anchored],
+            [chunk.drafts for chunk in anchored],
+            draft and _rows_for(anchored, draft),
+            self._shard.target_ids,
+            [self._batcher.num_left(chunk.sequence) for chunk in anchored],
+            self._num_steps,
+        )
+        return {c.sequence.request_id: outcome for c, outcome in zip(anchored, outcomes, strict=True)}, forward
+
+    def _commit(
+        self, plan: Plan, outcomes: dict[str, Outcome], forward: StepTensors
+    ) -> tuple[list[TokenEvent], list[VerifyRound]]:
+        """COMMIT: final rows become draft context, sequences grow, the finished ones leave."""
+        num_final = []
+        for chunk in plan.chunks:
+            outcome = outcomes.get(chunk.sequence.request_id)
+            num_final.append(chunk.num_rows + (len(outcome.token_ids) - 1 if outcome else 0))
+        self._shard.commit_features(forward, num_final)
+        events, rounds = [], []
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            outcome = outcomes.get(sequence.request_id)
+            if outcome and sequence.num_output:  # the prompt's own token is no round
+                rounds.append(self._count(chunk, outcome))
+            self._batcher.commit(chunk, outcome.token_ids if outcome else [])
+            if outcome and outcome.finish_reason:
+                events.append(self._finish(sequence, outcome.finish_reason, outcome))
+            elif outcome:
+                events.append(TokenEvent(sequence.request_id, tuple(outcome.token_ids), outcome.logprobs))
+        return events, rounds
+
+    def _count(self, chunk: Chunk, outcome: Outcome) -> VerifyRound:
+        sequence = chunk.sequence
+        verify_round = VerifyRound(len(chunk.proposed), chunk.num_admitted, len(outcome.token_ids) - 1)
+        sequence.num_rounds += 1
+        sequence.num_drafted += verify_round.num_proposed
+        sequence.num_verified += verify_round.num_verified
+        sequence.num_accepted += verify_round.num_accepted
+        return verify_round
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, outcome: Outcome | None = None) -> TokenEvent:
+        self._batcher.remove(sequence)
+        with self._lock:
+            del self._sequences[sequence.request_id]
+        self._finish_times.append(self._clock())
+        return TokenEvent(
+            sequence.request_id,
+            tuple(outcome.token_ids) if outcome else (),
+            outcome.logprobs if outcome else None,
+            finish_reason=reason,
+            stats=sequence.stats(),
+        )
+
+    # --- the budget ---
+
+    def _lease(self) -> tuple[BudgetLease, SchedulerMode]:
+        """How many drafts this step may verify, from what the engine reported two steps ago."""
+        if not self.max_drafts:
+            return PLAIN, "plain"
+        if self._config.speculation == "fixed" or self._curve is None:
+            return UNLIMITED, "fixed"
+        if len(self._reports) < REPORT_AGE_STEPS or budget.everything_admitted(self._reports[0], self._curve):
+            return UNLIMITED, "bypass"
+        lease = budget.allocate(self._reports[0], self._curve)
+        if lease.cap == 0 and self._num_steps_undrafted >= PROBE_EVERY_STEPS:
+            return UNLIMITED, "local"
+        return lease, "local"
+
+    def _report(self, plan: Plan, context_tokens: int, drafted: bool) -> LoadReport:
+        return LoadReport(
+            step=self._num_steps,
+            requests=tuple(RequestLoad(s.request_id, self._survival(s)) for s in self._batcher.running),
+            num_prefill_tokens=plan.num_prefill_tokens,
+            context_tokens=context_tokens,
+            num_waiting=self.num_waiting,
+            drafted=drafted,
+        )
+
+    def _survival(self, sequence: Sequence) -> tuple[float, ...]:
+        """The last known survivals; certain success for a sequence never drafted, so that it gets its first chance."""
+        limit = self._batcher.draft_limit(sequence)
+        return sequence.survival[:limit] if sequence.survival else (1.0,) * limit
+
+    def _predict(self, plan: Plan, num_tokens: int, context_tokens: int) -> float | None:
+        if self._curve is None or not num_tokens:
+            return None
+        num_drafted = sum(1 for chunk in plan.chunks if chunk.proposed)
+        draft_seconds = self._curve.draft_seconds(num_drafted) if num_drafted else 0.0
+        return float(self._curve.step_seconds(num_tokens, context_tokens) + draft_seconds)
+
+    def _retry_after_seconds(self) -> float:
+        """When the next place should be free: the mean time between the latest finishes."""
+        if not self._finish_times:
+            return 1.0
+        return max(1.0, (self._clock() - self._finish_times[0]) / len(self._finish_times))
+
+    def _check(self, request: Request) -> None:
+        """Raises InvalidRequestError for what no step could run; ranges are checked where people write them."""
+        self._batcher.check(request)
+        size = self._shard.vocab_size
+        sampling = request.sampling
+        for name, token_ids in (
+            ("prompt", request.prompt_token_ids),
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("logit_bias", tuple(token for token, _ in sampling.logit_bias)),
+        ):
+            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < size:
+                raise InvalidRequestError(name, f"token ids must lie in 0..{size - 1}")
+
+
+def _max_drafts(config: EngineConfig, block_size: int) -> int:
+    """The engine's own limit; `block_size` is 0 without a drafter."""
+    asked = config.num_speculative_tokens
+    if asked is None:
+        return block_size
+    if asked > block_size:
+        raise ValueError(f"num_speculative_tokens is {asked}, but the drafter's block holds {block_size} tokens")
+    return asked
+
+
+def _rows_for(anchored: list[Chunk], draft: Draft) -> Draft:
+    """The draft with one row per anchored chunk; rows of chunks without drafts are never looked at."""
+    if all(chunk.proposed for chunk in anchored):
+        return draft
+    rows, index = [], 0
+    for chunk in anchored:
+        rows.append(index if chunk.proposed else 0)
+        index += bool(chunk.proposed)
+    order = torch.tensor(rows)
+    return Draft(draft.tokens[order], draft.draft_ids[order], draft.probabilities[order], draft.confidences[order])
