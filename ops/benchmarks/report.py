@@ -1,0 +1,159 @@
+"""Results as tables: on the screen, and in the README between its markers, so that no number is typed by hand.
+
+python -m ops.benchmarks.report        # rewrites README.md from ops/results/*.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "ops" / "results"
+SPEEDUP, PEERS = RESULTS / "speedup.json", RESULTS / "peers.json"
+
+Row = dict[str, Any]
+
+
+def provenance() -> Row:
+    """What a reader needs to repeat a measurement."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python -m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]])
+        if sys.modules["__main__"].__spec__
+        else " ".join(sys.argv),
+        "commit": _commit(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "ray", "transformers")},
+        },
+        "machine": {"cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "system": platform.system()},
+    }
+
+
+def _commit() -> str:
+    result = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return result.stdout.strip() or "not a git checkout"
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with aligned columns: words to the left, numbers to the right."""
+    cells = [list(header), *[list(row) for row in rows]]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    numeric = [all(_is_number(row[column]) for row in cells[1:]) for column in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        padded = (c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True))
+        return "| " + " | ".join(padded) + " |"
+
+    rule = "|" + "|".join("-" * (w + 1) + (":" if n else "-") for w, n in zip(widths, numeric, strict=True)) + "|"
+    return "\n".join([line(cells[0]), rule, *[line(row) for row in cells[1:]]])
+
+
+def _is_number(cell: str) -> bool:
+    return cell[:1].isdigit()
+
+
+def speedup_table(rows: Sequence[Row]) -> str:
+    """Every row of a speed-up run, with its ratio over plain decoding."""
+    cells = []
+    for row in rows:
+        low, high = row["speedup_interval"]
+        cells.append(
+            [
+                row["dataset"],
+                f"{row['temperature']:g}",
+                str(row["concurrency"]),
+                row["mode"],
+                f"{row['tokens_per_second']:.1f}",
+                f"{row['tokens_per_second_per_user']:.1f}",
+                f"{row['accepted_length']:.2f}",
+                f"{row['speedup']:.2f}x ({low:.2f}-{high:.2f})",
+            ]
+        )
+    header = ["prompts", "temperature", "concurrency", "mode", "tok/s", "tok/s/user", "accepted length", "over plain"]
+    return table(header, cells)
+
+
+def step_time_table(seconds_by_tokens: dict[str, float]) -> str:
+    return table(
+        ["tokens in a step", *seconds_by_tokens],
+        [["milliseconds", *[f"{1000 * seconds:.1f}" for seconds in seconds_by_tokens.values()]]],
+    )
+
+
+def peers_table(rows: Sequence[Row]) -> str:
+    cells = [
+        [
+            row["backend"],
+            row["dataset"],
+            str(row["concurrency"]),
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['tokens_per_second_per_user']:.1f}",
+            f"{row['over_vllm']:.2f}x" if row["over_vllm"] else "-",
+        ]
+        for row in rows
+    ]
+    return table(["system", "prompts", "concurrency", "tok/s", "tok/s/user", "over vLLM"], cells)
+
+
+def speedup_section(results: Row) -> str:
+    """The README's words around a speed-up run's tables."""
+    limit = results["memory_bandwidth_limit"]
+    return "\n\n".join(
+        [
+            _measured_on(results),
+            speedup_table(results["rows"]),
+            "One step of the target, by the tokens in it:",
+            step_time_table(results["step_time_seconds_by_tokens"]),
+            f"A step of one token reads {limit['weight_bytes'] / 1e6:.0f} MB of weights and runs at "
+            f"{limit['fraction']:.0%} of this machine's measured read bandwidth ({limit['bytes_per_second'] / 1e9:.1f} GB/s).",
+        ]
+    )
+
+
+def _measured_on(results: Row) -> str:
+    machine, versions = results["machine"], results["versions"]
+    return (
+        f"Measured {results['date'][:10]} on {machine['cores']} cores of {machine['cpu']}, torch {versions['torch']}, "
+        f"with `{results['command']}`."
+    )
+
+
+def fill(text: str, section: str, content: str) -> str:
+    """`text` with what stands between the section's two markers replaced. Raises ValueError without the markers."""
+    begin, end = f"<!-- {section}: begin -->", f"<!-- {section}: end -->"
+    head, found_begin, rest = text.partition(begin)
+    _, found_end, tail = rest.partition(end)
+    if not (found_begin and found_end):
+        raise ValueError(f"no markers {begin} ... {end}")
+    return f"{head}{begin}\n{content}\n{end}{tail}"
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    if SPEEDUP.exists():
+        text = fill(text, "speedup", speedup_section(json.loads(SPEEDUP.read_text())))
+    if PEERS.exists():
+        results = json.loads(PEERS.read_text())
+        text = fill(text, "peers", f"{_measured_on(results)}\n\n{peers_table(results['rows'])}")
+    readme.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
