@@ -35,10 +35,10 @@ class ModelLoadingConfig(_Section):
 class DeploymentConfig(_Section):
     """Serve's settings of the replicas; how many requests one takes follows from the engine's own limits."""
 
-    num_replicas: int = Field(1, ge=1)
-    health_check_period_s: float = Field(1.0, gt=0)
-    health_check_timeout_s: float = Field(5.0, gt=0)
-    graceful_shutdown_timeout_s: float = Field(10.0, ge=0, description="Time for running requests when stopping")
+    num_replicas: int = Field(default=1, ge=1)
+    health_check_period_s: float = Field(default=1.0, gt=0)
+    health_check_timeout_s: float = Field(default=5.0, gt=0)
+    graceful_shutdown_timeout_s: float = Field(default=10.0, ge=0, description="Time to finish when stopping")
 
 
 class ApiKeysConfig(_Section):
@@ -57,9 +57,9 @@ class ApiKeysConfig(_Section):
 class HttpConfig(_Section):
     """What the ingress accepts. Host and port are Serve's own (`http_options` beside the application)."""
 
-    max_body_bytes: int = Field(4 << 20, ge=1024, description="Larger request bodies are refused with 413")
-    submit_timeout_s: float = Field(15.0, gt=0, description="Longest wait for a replica to take a request, then 503")
-    api_keys: ApiKeysConfig | None = Field(None, description="None: everybody may ask")
+    max_body_bytes: int = Field(default=4 << 20, ge=1024, description="Larger request bodies are refused with 413")
+    submit_timeout_s: float = Field(default=15.0, gt=0, description="Longest wait for a replica, then 503")
+    api_keys: ApiKeysConfig | None = Field(default=None, description="None: everybody may ask")
 
 
 def _not_the_model(engine_kwargs: EngineConfig) -> EngineConfig:
@@ -72,11 +72,13 @@ class LLMConfig(_Section):
     """`args` of an application: one model and how it is served."""
 
     model_loading_config: ModelLoadingConfig
-    engine_kwargs: Annotated[EngineConfig, AfterValidator(_not_the_model)] = EngineConfig()
-    deployment_config: DeploymentConfig = DeploymentConfig()
-    http_config: HttpConfig = HttpConfig()
+    engine_kwargs: Annotated[EngineConfig, AfterValidator(_not_the_model)] = Field(
+        default_factory=lambda: EngineConfig()
+    )
+    deployment_config: DeploymentConfig = Field(default_factory=DeploymentConfig)
+    http_config: HttpConfig = Field(default_factory=HttpConfig)
     unhealthy_after_s: float = Field(
-        60.0, gt=0, description="An engine with work but no finished step for this long is stuck, and replaced"
+        default=60.0, gt=0, description="An engine with work but no finished step for this long is stuck, and replaced"
     )
 
     @property

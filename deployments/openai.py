@@ -206,7 +206,9 @@ def _first_offence(error: ValidationError) -> InvalidRequestError:
     if offence["type"] == "extra_forbidden":
         return InvalidRequestError(".".join(path), "is not a known field")
     if path[:1] == ["prompt"]:  # pydantic's path names the members of the union
-        return InvalidRequestError("prompt", "must be a string, a list of strings, token ids, or a list of token id lists")
+        return InvalidRequestError(
+            "prompt", "must be a string, a list of strings, token ids, or a list of token id lists"
+        )
     if offence["type"] == "value_error" and not path:  # our own rules across fields start with the field's name
         name, _, message = str(offence["ctx"]["error"]).partition(": ")
         return InvalidRequestError(name, message)
@@ -241,7 +243,7 @@ def to_choices(body: Body, prompts: list[tuple[int, ...]], limits: ModelLimits, 
     n = body.n or 1
     if len(prompts) * n > MAX_CHOICES:
         raise InvalidRequestError("n", f"{len(prompts)} prompts x n = {n} exceed {MAX_CHOICES} sequences per request")
-    choices = []
+    choices: list[Choice] = []
     for prompt in prompts:
         max_tokens = _room(body, prompt, limits)
         for i in range(n):

@@ -9,8 +9,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.messages import DSparkError, FinishReason, RequestStats, TokenEvent
-from deployments.openai import ChatRequest, Choice
+from cluster.messages import EngineDeadError, FinishReason, RequestStats, TokenEvent
+from deployments.openai import Body, ChatRequest, Choice
 from deployments.text_stream import Piece, ShownToken, TextStream
 from deployments.tokenizer import Tokenizer
 
@@ -38,10 +38,10 @@ class Progress:
     def take(self, event: TokenEvent, now: float) -> Piece:
         """Count one step's tokens and return what of them can be delivered.
 
-        Raises DSparkError when the engine gave the request up.
+        Raises EngineDeadError when the engine gave the request up.
         """
         if event.error is not None:
-            raise DSparkError(event.error)
+            raise EngineDeadError(event.error)
         before = self.num_tokens
         piece = self._push(event)
         if self.num_tokens > before:
@@ -101,12 +101,13 @@ def dspark_stats(progress: Sequence[Progress], arrived_at: float) -> Json:
 class Writer:
     """Writes the objects of one HTTP request."""
 
-    def __init__(self, body: ChatRequest | object, request_id: str, model: str, created: int, tok: Tokenizer) -> None:
+    def __init__(self, body: Body, request_id: str, created: int, tokenizer: Tokenizer) -> None:
         """`body` decides the endpoint's shape; `created` is in seconds since the epoch."""
         self._chat = isinstance(body, ChatRequest)
-        self._wants_logprobs = getattr(body, "num_logprobs", None) is not None
-        self._tokenizer = tok
-        self._head: Json = {"id": request_id, "created": created, "model": model}
+        self._wants_logprobs = body.num_logprobs is not None
+        self._tells_usage = body.stream_options is not None and body.stream_options.include_usage
+        self._tokenizer = tokenizer
+        self._head: Json = {"id": request_id, "created": created, "model": body.model}
 
     def whole(self, texts: Sequence[tuple[Progress, str, Sequence[ShownToken]]], usage: Json, dspark: Json) -> Json:
         """The answer of a request that doesn't stream. `texts`: each choice with all it delivered."""
@@ -119,9 +120,9 @@ class Writer:
 
     def opening(self, progress: Progress) -> Json | None:
         """The first chunk of a choice: a chat tells its role."""
-        return self._chunk([self._choice(progress, {"delta": {"role": "assistant", "content": ""}}, ())]) if (
-            self._chat
-        ) else None
+        if not self._chat:
+            return None
+        return self._chunk([self._choice(progress, {"delta": {"role": "assistant", "content": ""}}, ())])
 
     def chunk(self, progress: Progress, piece: Piece) -> Json | None:
         """What a step delivered; None when it is nothing yet."""
@@ -136,7 +137,9 @@ class Writer:
         return {**self._chunk([]), "usage": usage}
 
     def _chunk(self, choices: list[Json]) -> Json:
-        return {**self._head, "object": "chat.completion.chunk" if self._chat else "text_completion", "choices": choices}
+        chunk = {"object": "chat.completion.chunk" if self._chat else "text_completion", "choices": choices}
+        usage = {"usage": None} if self._tells_usage else {}  # OpenAI: null on every chunk but the last
+        return {**self._head, **chunk, **usage}
 
     def _choice(self, progress: Progress, content: Json, tokens: Sequence[ShownToken]) -> Json:
         logprobs = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
@@ -25,7 +26,7 @@ class Tokenizer:
         self.vocab_size: int = config["vocab_size"]
         self.end_token_ids = _end_token_ids(folder, config, self._tokenizer.eos_token_id)
         self._bytes = _token_bytes(self._tokenizer, self.vocab_size)
-        self._special = {
+        self._special: dict[int, bytes] = {
             token_id: token.content.encode()
             for token_id, token in self._tokenizer.added_tokens_decoder.items()
             if token.special
@@ -48,7 +49,7 @@ class Tokenizer:
         return self._special.get(token_id, self._bytes[token_id])
 
 
-def _end_token_ids(folder: Path, config: dict[str, object], eos_token_id: int | None) -> tuple[int, ...]:
+def _end_token_ids(folder: Path, config: dict[str, Any], eos_token_id: int | None) -> tuple[int, ...]:
     """Every id that any of the model's files declares as its end, ascending."""
     path = folder / "generation_config.json"
     generation = json.loads(path.read_text()) if path.exists() else {}

@@ -1,0 +1,40 @@
+"""The application: which deployments there are and how they hang together.
+
+`serve run deployments/dspark_cpu.yaml` calls `build` with the file's `args`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+from deployments.config import LLMConfig, parse_config
+from deployments.ingress import Ingress
+from deployments.metrics_hub import MetricsHub
+from deployments.replica import Replica
+
+logger = logging.getLogger("ray.serve")
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application of these `args`. Raises ValueError naming the path of every wrong key."""
+    return build_app(parse_config(args))
+
+
+def build_app(config: LLMConfig) -> Application:
+    """Ingress -> Replicas (one engine each); all three report to the hub."""
+    logger.info("effective configuration:\n%s", config.effective_yaml())
+    # Serve must never queue where the engine should decide: its limit sheds with 429, Serve's would let clients hang.
+    engine = config.engine_kwargs
+    limit = 4 * (engine.max_num_seqs + engine.max_num_waiting) + 64
+    light = {"num_cpus": 0}  # HTTP and the engine share the machine's cores, as the operating system sees fit
+    hub = serve.deployment(MetricsHub).options(ray_actor_options=light, max_ongoing_requests=1024).bind()
+    replicas = (
+        serve.deployment(Replica)
+        .options(ray_actor_options=light, max_ongoing_requests=limit, **config.deployment_config.model_dump())
+        .bind(config, hub)
+    )
+    return Ingress.options(ray_actor_options=light, max_ongoing_requests=limit).bind(config, replicas, hub)  # type: ignore[no-any-return]

@@ -1,0 +1,269 @@
+"""HTTP: OpenAI's API in, streams of the replicas out.
+
+Knows connections, keys, statuses and how long things took; what fields mean is openai.py's, what is written back is
+responses.py's. A client that leaves takes its sequences with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import os
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import HTTPException
+from fastapi.responses import JSONResponse, StreamingResponse
+from ray import serve
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+
+from cluster.messages import DSparkError, EngineDeadError, InvalidRequestError, QueueFullError
+from cluster.metrics import CONTENT_TYPE, Exposition, ServiceMetrics
+from deployments.config import ApiKeysConfig, LLMConfig
+from deployments.generation import Generation, Streams
+from deployments.metrics_hub import PUSH_PERIOD_SECONDS
+from deployments.openai import (
+    Body,
+    BodyT,
+    ChatRequest,
+    CompletionRequest,
+    ModelLimits,
+    error_body,
+    parse_body,
+    to_choices,
+)
+from deployments.responses import Json, Writer
+from deployments.tokenizer import Tokenizer
+from drafter.source import resolve_source
+
+HUB_TIMEOUT_SECONDS = 3.0
+RETRY_SOON = {"Retry-After": "5"}
+
+app = FastAPI(title="DSpark Serve", openapi_url=None)
+
+
+class HttpError(DSparkError):
+    """A refusal with a status of its own."""
+
+    def __init__(self, status: int, message: str, kind: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = error_body(message, kind, param, code)
+
+
+def describe(error: Exception) -> tuple[int, Json, dict[str, str]]:
+    """(status, body, headers) of any error: ours, Serve's or Ray's."""
+    match _cause(error):
+        case HttpError(status=status, body=body):
+            return status, body, {}
+        case InvalidRequestError() as cause:
+            return 400, error_body(str(cause), "invalid_request_error", cause.field_name), {}
+        case QueueFullError() as cause:
+            retry_after = {"Retry-After": str(max(1, round(cause.retry_after_seconds)))}
+            return 429, error_body(str(cause), "rate_limit_error", code="queue_full"), retry_after
+        case HTTPException() as cause:
+            return cause.status_code, error_body(str(cause.detail), "invalid_request_error"), {}
+        case EngineDeadError() as cause:
+            return 503, error_body(str(cause), "server_error", code="engine_unavailable"), RETRY_SOON
+        case RayError() | RayServeException() | TimeoutError():
+            message = "no replica can serve this request now"
+            return 503, error_body(message, "server_error", code="engine_unavailable"), RETRY_SOON
+        case cause:
+            return 500, error_body(f"{type(cause).__name__}: {cause}", "server_error"), {}
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """Any error in OpenAI's shape."""
+    status, body, headers = describe(error)
+    return JSONResponse(body, status, headers)
+
+
+def _cause(error: Exception) -> Exception:
+    """What a replica raised, without Ray's wrapping."""
+    while isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+        error = error.cause
+    return error
+
+
+@app.exception_handler(DSparkError)
+@app.exception_handler(404)
+@app.exception_handler(405)
+async def _on_error(_: Request, error: Exception) -> JSONResponse:
+    return error_response(error)
+
+
+class ApiKeys:
+    """Who may ask. Only hashes are kept, so that no key can get into a log or a dump."""
+
+    def __init__(self, config: ApiKeysConfig | None) -> None:
+        """Raises ValueError when the configured place holds no key."""
+        self._hashes: list[bytes] = []
+        if config is None:
+            return
+        if config.file is not None:
+            place, text = f"the file {config.file}", Path(config.file).read_text()
+        else:
+            name = str(config.environment_variable)
+            place, text = f"the environment variable {name}", os.environ.get(name, "")
+        self._hashes = [_hash(key.strip()) for key in text.splitlines() if key.strip()]
+        if not self._hashes:
+            raise ValueError(f"http_config.api_keys: {place} holds no key")
+
+    def check(self, request: Request) -> None:
+        """Raises HttpError 401 unless the request shows a key, or none is needed. Takes the same time for any key."""
+        if not self._hashes:
+            return
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        shown = _hash(key.strip())
+        matches = [hmac.compare_digest(shown, known) for known in self._hashes]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise HttpError(401, "a valid API key is required", "authentication_error", "invalid_api_key")
+
+
+def _hash(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+@serve.deployment
+@serve.ingress(app)
+class Ingress:
+    """Serve deployment with the HTTP routes. `/v1` asks for an API key when keys are configured."""
+
+    def __init__(self, config: LLMConfig, replicas: Any, hub: Any) -> None:
+        """`replicas`, `hub`: handles of the Replica and MetricsHub deployments."""
+        self._config = config
+        self._replicas = replicas.options(stream=True)
+        self._hub = hub
+        self._tokenizer = Tokenizer(resolve_source(config.model_loading_config.model_source))
+        self._limits = ModelLimits(
+            config.engine_kwargs.max_model_len, self._tokenizer.vocab_size, self._tokenizer.end_token_ids
+        )
+        self._keys = ApiKeys(config.http_config.api_keys)
+        self._metrics = ServiceMetrics()
+        self._started_at = int(time.time())
+        self._pusher = asyncio.get_running_loop().create_task(self._push_metrics())
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(self, request: Request) -> Response:
+        """A conversation's next turn."""
+        arrived_at = time.monotonic()
+        body = await self._parse(request, ChatRequest)
+        prompt = await asyncio.to_thread(self._tokenizer.render, body.conversation())
+        return await self._answer(body, [prompt], "chatcmpl", arrived_at)
+
+    @app.post("/v1/completions", response_model=None)
+    async def completions(self, request: Request) -> Response:
+        """Continuations of prompts."""
+        arrived_at = time.monotonic()
+        body = await self._parse(request, CompletionRequest)
+        prompts = [
+            await asyncio.to_thread(self._tokenizer.encode, prompt) if isinstance(prompt, str) else tuple(prompt)
+            for prompt in body.prompts()
+        ]
+        return await self._answer(body, prompts, "cmpl", arrived_at)
+
+    @app.get("/v1/models", response_model=None)
+    async def models(self, request: Request) -> Response:
+        """The one model there is."""
+        self._keys.check(request)
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    @app.get("/v1/models/{model_id:path}", response_model=None)
+    async def model(self, request: Request, model_id: str) -> Response:
+        self._keys.check(request)
+        self._check_model(model_id)
+        return JSONResponse(self._model())
+
+    @app.get("/health", response_model=None)
+    async def health(self) -> Response:
+        """200 while some engine takes requests and gets on with them, else 503."""
+        try:
+            async with asyncio.timeout(HUB_TIMEOUT_SECONDS):
+                ready: bool = await self._hub.any_ready.remote()
+        except (RayError, RayServeException, TimeoutError):
+            ready = False
+        return JSONResponse({"status": "ok" if ready else "no engine is ready"}, 200 if ready else 503)
+
+    @app.get("/metrics", response_model=None)
+    async def metrics(self) -> Response:
+        """The metrics of every process, for one scrape."""
+        async with asyncio.timeout(HUB_TIMEOUT_SECONDS):
+            return Response(await self._hub.exposition.remote(), media_type=CONTENT_TYPE)
+
+    async def _parse(self, request: Request, schema: type[BodyT]) -> BodyT:
+        self._keys.check(request)
+        body = parse_body(await self._read(request), schema)
+        self._check_model(body.model)
+        return body
+
+    async def _read(self, request: Request) -> bytes:
+        limit = self._config.http_config.max_body_bytes
+        data = bytearray()
+        async for part in request.stream():
+            data += part
+            if len(data) > limit:
+                raise HttpError(
+                    413, f"the request body exceeds {limit} bytes", "invalid_request_error", "body_too_large"
+                )
+        return bytes(data)
+
+    async def _answer(self, body: Body, prompts: list[tuple[int, ...]], prefix: str, arrived_at: float) -> Response:
+        request_id = f"{prefix}-{uuid.uuid4().hex}"
+        choices = to_choices(body, prompts, self._limits, request_id)
+        generation = Generation(
+            Streams([self._replicas.generate.remote(choice.request) for choice in choices]),
+            choices,
+            Writer(body, request_id, int(time.time()), self._tokenizer),
+            self._tokenizer,
+            self._metrics,
+            num_prompt_tokens=sum(len(prompt) for prompt in prompts),
+            arrived_at=arrived_at,
+            open_timeout_seconds=self._config.http_config.submit_timeout_s,
+        )
+        try:
+            if not body.stream:
+                return JSONResponse(await generation.whole())
+            include_usage = body.stream_options is not None and body.stream_options.include_usage
+            events = generation.events(include_usage, lambda error: describe(error)[1])
+            await anext(events)  # raises what refuses the request, while there still is a status line to say so
+        except (DSparkError, RayError, RayServeException, TimeoutError) as error:
+            if isinstance(_cause(error), QueueFullError):
+                self._metrics.observe_shed()
+            return error_response(error)
+        return StreamingResponse(
+            _closing(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+
+    def _check_model(self, model_id: str) -> None:
+        if model_id != self._config.model_id:
+            message = f"the model {model_id!r} does not exist; this server has {self._config.model_id!r}"
+            raise HttpError(404, message, "invalid_request_error", "model_not_found", "model")
+
+    def _model(self) -> Json:
+        return {
+            "id": self._config.model_id,
+            "object": "model",
+            "created": self._started_at,
+            "owned_by": "dspark",
+            "max_model_len": self._limits.max_model_len,
+        }
+
+    async def _push_metrics(self) -> None:
+        name = f"ingress-{serve.get_replica_context().rank.rank}"
+        while True:
+            self._hub.push.remote(Exposition(name, 0, self._metrics.text()))
+            await asyncio.sleep(PUSH_PERIOD_SECONDS)
+
+
+async def _closing(events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+    """The events; they are closed, and with them their sequences, as soon as nobody reads on."""
+    async with contextlib.aclosing(events):
+        async for event in events:
+            yield event

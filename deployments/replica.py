@@ -1,0 +1,138 @@
+"""One data-parallel rank of the service: owns an engine actor and deals its token events to the requests' streams.
+
+Knows how to tell a living engine from a dead or stuck one; knows nothing of HTTP, text or how an engine works. It heals
+nothing itself: it says that it is unhealthy, and Serve replaces it together with its engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayActorError, RayTaskError
+
+from cluster.group import start_engine
+from cluster.messages import EngineDeadError, EngineHealth, Request, TokenEvent
+from cluster.metrics import Exposition
+from deployments.config import LLMConfig
+from deployments.generation import Events
+from deployments.metrics_hub import PUSH_PERIOD_SECONDS
+
+logger = logging.getLogger("ray.serve")
+
+
+class Replica:
+    """Serve deployment. The engine's own queue bounds what it takes, not Serve's."""
+
+    def __init__(self, config: LLMConfig, hub: Any) -> None:
+        """`hub`: handle of the MetricsHub. Returns before the engine is ready; requests wait for it."""
+        self._config = config
+        self._hub = hub
+        self._name = str(serve.get_replica_context().rank.rank)
+        self._engine = start_engine(config.engine_config(), config.model_id)
+        self._queues: dict[str, asyncio.Queue[Events | EngineDeadError]] = {}
+        self._dead: EngineDeadError | None = None
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._pump()), loop.create_task(self._watch())]
+
+    async def generate(self, request: Request) -> AsyncIterator[Events]:
+        """First an empty tuple, when the engine has taken the request; then its events as they come.
+
+        Raises InvalidRequestError or QueueFullError before the first item, EngineDeadError at any time. Closing or
+        cancelling the stream early aborts the request.
+        """
+        if self._dead is not None:
+            raise self._dead
+        queue = self._queues[request.request_id] = asyncio.Queue()
+        finished = False
+        try:
+            await self._submit(request)
+            yield ()
+            while not finished:
+                events = await _everything(queue)
+                finished = events[-1].finish_reason is not None
+                yield events
+        finally:
+            del self._queues[request.request_id]
+            if not finished and self._dead is None:
+                self._engine.abort.remote(request.request_id)
+
+    async def check_health(self) -> None:
+        """Serve asks; raising means: replace me."""
+        if self._dead is not None:
+            raise self._dead
+
+    async def _submit(self, request: Request) -> None:
+        try:
+            await self._engine.submit.remote(request)
+        except RayTaskError as error:
+            raise error.cause from None  # the error itself, without Ray's wrapping, which does not pickle twice
+        except RayActorError as error:
+            raise self._bury(f"the engine's process died: {error}") from None
+
+    async def _pump(self) -> None:
+        """Deal events to their streams until the engine dies. One call brings all that one or more steps emitted."""
+        try:
+            await self._engine.ready.remote()
+            while True:
+                dealt: dict[str, list[TokenEvent]] = {}
+                for event in await self._engine.next_events.remote():
+                    dealt.setdefault(event.request_id, []).append(event)
+                for request_id, events in dealt.items():
+                    if queue := self._queues.get(request_id):  # else its client has gone
+                        queue.put_nowait(tuple(events))
+        except RayTaskError as error:
+            self._bury(str(error.cause))
+        except RayActorError as error:
+            self._bury(f"the engine's process died: {error}")
+
+    async def _watch(self) -> None:
+        """About once a second: is the engine alive, and what does it count? The hub hears it."""
+        while self._dead is None:
+            await self._look()
+            await asyncio.sleep(PUSH_PERIOD_SECONDS)
+
+    async def _look(self) -> None:
+        limit = self._config.deployment_config.health_check_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                health: EngineHealth = await self._engine.health.remote()
+                text: str = await self._engine.metrics_text.remote()
+        except TimeoutError:
+            self._bury(f"the engine's process did not answer for {limit:g} s")
+            return
+        except RayActorError as error:
+            self._bury(f"the engine's process died: {error}")
+            return
+        if not health.alive:
+            self._bury(health.reason)
+        elif health.seconds_since_last_step > self._config.unhealthy_after_s:
+            self._bury(f"no step finished for {health.seconds_since_last_step:.0f} s, with work waiting")
+        else:
+            self._hub.push.remote(Exposition(self._name, 0, text), ready=health.ready)
+
+    def _bury(self, reason: str) -> EngineDeadError:
+        """The engine is lost: tell the streams, the hub, and (at its next question) Serve. Once."""
+        if self._dead is None:
+            logger.error("engine lost: %s", reason)
+            self._dead = EngineDeadError(f"the engine is lost and will be replaced: {reason}")
+            self._hub.push.remote(Exposition(self._name, 0, ""), ready=False)
+            for queue in self._queues.values():
+                queue.put_nowait(self._dead)
+        return self._dead
+
+
+async def _everything(queue: asyncio.Queue[Events | EngineDeadError]) -> Events:
+    """All events that have arrived, at least one. Raises the error that ended the engine."""
+    events: list[TokenEvent] = []
+    item = await queue.get()
+    while True:
+        if isinstance(item, EngineDeadError):
+            raise item
+        events += item
+        if queue.empty():
+            return tuple(events)
+        item = queue.get_nowait()
