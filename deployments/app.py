@@ -37,4 +37,5 @@ def build_app(config: LLMConfig) -> Application:
         .options(ray_actor_options=light, max_ongoing_requests=limit, **config.deployment_config.model_dump())
         .bind(config, hub)
     )
-    return Ingress.options(ray_actor_options=light, max_ongoing_requests=limit).bind(config, replicas, hub)  # type: ignore[no-any-return]
+    ingress = serve.deployment(Ingress).options(ray_actor_options=light, max_ongoing_requests=limit)
+    return ingress.bind(config, replicas, hub)

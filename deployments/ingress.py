@@ -131,7 +131,6 @@ def _hash(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-@serve.deployment
 @serve.ingress(app)
 class Ingress:
     """Serve deployment with the HTTP routes. `/v1` asks for an API key when keys are configured."""

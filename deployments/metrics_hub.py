@@ -1,7 +1,7 @@
 """What every process of the service last said about itself: its metrics, and whether its engine can serve.
 
-Knows texts and their age; the names inside them belong to cluster/metrics.py. A process that stops pushing is forgotten,
-so a dead replica neither keeps its gauges on the dashboard nor the service's health true.
+Knows texts and their age; the names inside them belong to cluster/metrics.py. A process that stops pushing is
+forgotten, so a dead replica neither keeps its gauges on the dashboard nor the service's health true.
 """
 
 from __future__ import annotations

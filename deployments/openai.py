@@ -190,7 +190,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _asks_for_nothing(name: str, value: object) -> bool:
-    """True: a field that may be left out. Raises InvalidRequestError for a supported API field that we don't support."""
+    """True: a field that may be left out. Raises InvalidRequestError for a field of OpenAI's that isn't supported."""
     if name in INFORMATIONAL:
         return True
     if name in NEUTRAL:
@@ -202,13 +202,11 @@ def _asks_for_nothing(name: str, value: object) -> bool:
 
 def _first_offence(error: ValidationError) -> InvalidRequestError:
     offence = error.errors()[0]
-    path = [str(part) for part in offence["loc"]]
+    path = [str(part) for part in offence["loc"] if part != "str" and not str(part).startswith("list[")]
     if offence["type"] == "extra_forbidden":
         return InvalidRequestError(".".join(path), "is not a known field")
     if path[:1] == ["prompt"]:  # pydantic's path names the members of the union
-        return InvalidRequestError(
-            "prompt", "must be a string, a list of strings, token ids, or a list of token id lists"
-        )
+        return InvalidRequestError("prompt", "must be a string, strings, token ids, or lists of token ids")
     if offence["type"] == "value_error" and not path:  # our own rules across fields start with the field's name
         name, _, message = str(offence["ctx"]["error"]).partition(": ")
         return InvalidRequestError(name, message)

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
+from cluster.messages import InvalidRequestError
 from drafter.target import load_tokenizer, render_chat
 
 
@@ -37,8 +39,14 @@ class Tokenizer:
         return tuple(self._tokenizer(text)["input_ids"])
 
     def render(self, conversation: Sequence[dict[str, str]]) -> tuple[int, ...]:
-        """The ids of a conversation (`role`, `content`) up to the assistant's next turn, by the model's template."""
-        return tuple(render_chat(self._tokenizer, conversation))
+        """The ids of a conversation (`role`, `content`) up to the assistant's next turn, by the model's template.
+
+        Raises InvalidRequestError when the template refuses it, as some do for an order of roles.
+        """
+        try:
+            return tuple(render_chat(self._tokenizer, conversation))
+        except TemplateError as error:
+            raise InvalidRequestError("messages", f"the model's chat template refuses them: {error}") from None
 
     def text_bytes(self, token_id: int) -> bytes:
         """What the token adds to a text: nothing for special tokens and for ids without a token."""
