@@ -185,7 +185,7 @@ class Batcher:
         sequence.num_computed += chunk.num_rows + max(0, len(delivered) - 1)
         sequence.tokens += delivered
         full = sequence.num_computed // self._config.kv_block_size
-        if self._config.enable_prefix_caching and full > sequence.num_published_blocks:
+        if full > sequence.num_published_blocks:
             self._pool.publish(sequence.tokens, sequence.block_ids, sequence.num_computed)
             sequence.num_published_blocks = full
 
@@ -226,7 +226,7 @@ class Batcher:
         """First come, first served; a sequence starts only with blocks for all its tokens, so prefill can't run dry."""
         while self.waiting and budget > 0 and not plan.num_preempted and len(self.running) < self._config.max_num_seqs:
             sequence = self.waiting[0]
-            block_ids = self._pool.match_prefix(sequence.tokens) if self._config.enable_prefix_caching else []
+            block_ids = self._pool.match_prefix(sequence.tokens)
             num_cached = len(block_ids) * self._config.kv_block_size
             if not self._pool.grow(block_ids, len(sequence.tokens)):
                 self._pool.release(block_ids)

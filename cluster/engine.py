@@ -63,14 +63,14 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`curve` may be None only where nothing is scheduled (plain decoding, or speculation "fixed")."""
-        self.max_drafts = _max_drafts(config, shard.block_size)
+        self.max_drafts = _max_drafts(config, shard.num_draft_slots)
         if curve is None and self.max_drafts and config.speculation == "scheduled":
             raise CostCurveError("scheduled speculation needs a cost curve")
         self._config = config
         self._shard = shard
         self._curve = curve
         self._clock = clock
-        self._pool = BlockPool(config.num_kv_blocks, config.kv_block_size)
+        self._pool = BlockPool(config.num_kv_blocks, config.kv_block_size, config.enable_prefix_caching)
         self._batcher = Batcher(config, self._pool, self.max_drafts)
         self._lock = threading.Lock()
         self._sequences: dict[str, Sequence] = {}

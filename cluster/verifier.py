@@ -48,7 +48,7 @@ def sampling_rows(sequences: list[Sequence], step: int) -> SamplingRows:
     )
 
 
-def draft_sampler(sequences: list[Sequence], target_ids_V: Tensor, step: int) -> Sampler:
+def draft_sampler(sequences: list[Sequence], target_ids_V: Tensor | None, step: int) -> Sampler:
     """How the drafter draws slot k of each sequence: the same rules and the same noise as the target's position."""
     first = sampling_rows(sequences, step)
 
@@ -93,10 +93,11 @@ def _penalise(logits_JV: Tensor, sequence: Sequence, drafts: list[int]) -> None:
     counts = Counter(sequence.tokens[sequence.num_prompt :])
     token_ids = list(prompt.union(counts, drafts))
     column = {token: i for i, token in enumerate(token_ids)}
-    counts_JU = torch.tensor([float(counts[t]) for t in token_ids], device=logits_JV.device).repeat(len(logits_JV), 1)
+    counts_U = torch.tensor([counts[t] for t in token_ids], dtype=torch.float32, device=logits_JV.device)
+    counts_JU = counts_U.repeat(len(logits_JV), 1)
     for j, token in enumerate(drafts):
         counts_JU[j + 1 :, column[token]] += 1
-    index_U = torch.tensor(token_ids, device=logits_JV.device)
+    index_U = torch.tensor(token_ids, dtype=torch.int64, device=logits_JV.device)
     logits_JU = logits_JV[:, index_U]
     if sampling.repetition_penalty != 1:
         seen_JU = (counts_JU > 0) | torch.tensor([t in prompt for t in token_ids], device=logits_JV.device)
@@ -129,7 +130,8 @@ def verify(
     """Accept and emit. Row r of `draft` belongs to sequence r, whose admitted tokens are `drafts[r]`, and which may get
     `num_left[r]` tokens more.
 
-    `draft` may be None when nothing is admitted. logits_MV: [sum(1 + len(drafts)), V], any float dtype, anchor row first. Left as it is.
+    `draft` may be None when nothing is admitted. logits_MV: [sum(1 + len(drafts)), V], any float dtype, anchor row
+    first; left as it is. `step` is the number that the draft's sampler had.
     """
     if not sequences:
         return []

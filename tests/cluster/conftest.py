@@ -1,0 +1,14 @@
+"""Fixtures of the engine's tests; the helpers are in tiny_engine.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_engine import tiny_llama
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"), vocab_size=96)
