@@ -73,7 +73,7 @@ class LLMConfig(_Section):
 
     model_loading_config: ModelLoadingConfig
     engine_kwargs: Annotated[EngineConfig, AfterValidator(_not_the_model)] = Field(
-        default_factory=lambda: EngineConfig()
+        default_factory=lambda: EngineConfig.model_validate({})
     )
     deployment_config: DeploymentConfig = Field(default_factory=DeploymentConfig)
     http_config: HttpConfig = Field(default_factory=HttpConfig)
@@ -91,7 +91,7 @@ class LLMConfig(_Section):
 
     def effective_yaml(self) -> str:
         """Every setting with the value in force. Holds no secret: keys are named by where they are kept."""
-        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+        return yaml.safe_dump(self.model_dump(exclude={"engine_kwargs": {"model_source"}}), sort_keys=False)
 
 
 def parse_config(args: Mapping[str, Any]) -> LLMConfig:

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deployments.config import LLMConfig, parse_config
+
+YAML = Path(__file__).parents[2] / "deployments" / "dspark_cpu.yaml"
+MODEL = {"model_loading_config": {"model_id": "m"}}
+
+
+def test_shipped_file_is_valid_and_local() -> None:
+    document = yaml.safe_load(YAML.read_text())
+    (application,) = document["applications"]
+    assert document["http_options"]["host"] == "127.0.0.1"
+    assert application["import_path"] == "deployments.app:build"
+    assert parse_config(application["args"]).model_id == "smollm2-135m-instruct"
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ({**MODEL, "modle": 1}, "modle: unknown key"),
+        ({**MODEL, "engine_kwargs": {"dtyp": "bfloat16"}}, "engine_kwargs.dtyp: unknown key"),
+        ({**MODEL, "deployment_config": {"replicas": 2}}, "deployment_config.replicas: unknown key"),
+        ({**MODEL, "http_config": {"api_keys": {"keys": ["x"]}}}, "http_config.api_keys.keys: unknown key"),
+        ({**MODEL, "engine_kwargs": {"max_num_seqs": 0}}, "engine_kwargs.max_num_seqs: Input should be greater"),
+        ({**MODEL, "engine_kwargs": {"model_source": "x"}}, "engine_kwargs: Value error, model_source is set in"),
+        ({**MODEL, "http_config": {"api_keys": {}}}, "exactly one of file and environment_variable"),
+        ({}, "model_loading_config: Field required"),
+    ],
+)
+def test_wrong_keys_are_named_by_their_path(args: dict[str, object], expected: str) -> None:
+    with pytest.raises(ValueError, match="invalid configuration") as raised:
+        parse_config(args)
+    assert expected in str(raised.value)
+
+
+def test_every_offence_is_told_at_once() -> None:
+    with pytest.raises(ValueError) as raised:
+        parse_config({**MODEL, "a": 1, "b": 2})
+    assert "a: unknown key" in str(raised.value)
+    assert "b: unknown key" in str(raised.value)
+
+
+def test_effective_configuration_can_be_used_again() -> None:
+    config = parse_config({**MODEL, "engine_kwargs": {"max_num_seqs": 3}})
+    again = yaml.safe_load(config.effective_yaml())
+    assert again["engine_kwargs"]["max_num_seqs"] == 3
+    assert parse_config(again) == config
+
+
+def test_model_source_reaches_the_engine() -> None:
+    config = LLMConfig.model_validate({"model_loading_config": {"model_id": "m", "model_source": "/models/m"}})
+    assert config.engine_config().model_source == "/models/m"
