@@ -22,6 +22,8 @@ Message = dict[str, str]
 Key = TypeVar("Key")
 _REFILL_SHARE = 8
 """Rows are refilled, or dropped, when one in this many is free: a prefill of one row costs as much as one of several."""
+_PREFILL_ROWS = 4
+"""Prompts in one prefill forward: enough rows for full speed, few enough to stay in the processor's cache."""
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -185,7 +187,7 @@ class Target:
             free = [slot for slot, row in enumerate(rows) if row is None]
             if len(free) * _REFILL_SHARE >= len(rows):
                 started = self._prefill(cache, rows, free, next_prompt, temperature, generator)
-                if len(started) < len(free):
+                if started < len(free):
                     kept = [slot for slot, row in enumerate(rows) if row is not None]
                     rows = [rows[slot] for slot in kept]
                     cache.keep(kept)
@@ -212,8 +214,8 @@ class Target:
         next_prompt: Callable[[], tuple[Key, list[int]] | None],
         temperature: float,
         generator: torch.Generator,
-    ) -> list[int]:
-        """Start prompts in free slots, and sample the first token of each; returns the slots that were filled."""
+    ) -> int:
+        """Start prompts in free slots, and sample the first token of each; returns how many there were."""
         started: list[tuple[int, list[int]]] = []
         for slot in free:
             prompt = next_prompt()
@@ -221,8 +223,19 @@ class Target:
                 break
             rows[slot] = _Row(prompt[0], len(prompt[1]))
             started.append((slot, prompt[1]))
-        if not started:
-            return []
+        started.sort(key=lambda item: len(item[1]))  # rows of similar length together: little padding
+        for first in range(0, len(started), _PREFILL_ROWS):
+            self._prefill_rows(cache, rows, started[first : first + _PREFILL_ROWS], temperature, generator)
+        return len(started)
+
+    def _prefill_rows(
+        self,
+        cache: RowCache,
+        rows: list[_Row[Key] | None],
+        started: list[tuple[int, list[int]]],
+        temperature: float,
+        generator: torch.Generator,
+    ) -> None:
         slots = torch.tensor([slot for slot, _ in started])
         lengths = torch.tensor([len(prompt) for _, prompt in started])
         padded = torch.zeros(len(started), int(lengths.max()), dtype=torch.int64)
@@ -234,7 +247,6 @@ class Target:
         hidden = self._forward(padded, positions, causal, cache)[torch.arange(len(started)), lengths - 1]
         for slot, token in zip(slots.tolist(), self._sample(hidden, temperature, generator), strict=True):
             self._append(rows, slot, token)
-        return [slot for slot, _ in started]
 
     def _decode(
         self, cache: RowCache, rows: list[_Row[Key] | None], temperature: float, generator: torch.Generator
