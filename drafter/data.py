@@ -70,8 +70,8 @@ def read_prompts(path: Path) -> list[Prompt]:
 def prompt_stream(prompts: Sequence[Prompt], seed: int) -> Iterator[Prompt]:
     """Endless, deterministic; every prefix mixes the domains in proportion to the square root of their sizes.
 
-    So a small domain is seen more often than its size alone would give it, and a large one doesn't drown it. Each domain
-    is shuffled, and starts over when it is used up: at a temperature, a second answer is another answer.
+    So a small domain is seen more often than its size alone would give it, and a large one doesn't drown it. Each
+    domain is shuffled, and starts over when it is used up: at a temperature, a second answer is another answer.
     """
     domains: dict[str, list[Prompt]] = {}
     for prompt in prompts:
@@ -91,15 +91,18 @@ def _endless(prompts: list[Prompt], dice: random.Random) -> Iterator[Prompt]:
 
 def response_line(response: Response) -> str:
     """One line of a response file, with its newline."""
-    return json.dumps(
-        {
-            "token_ids": response.token_ids,
-            "response_spans": response.response_spans,
-            "domain": response.domain,
-            "prompt_index": response.prompt_index,
-        },
-        separators=(",", ":"),
-    ) + "\n"
+    return (
+        json.dumps(
+            {
+                "token_ids": response.token_ids,
+                "response_spans": response.response_spans,
+                "domain": response.domain,
+                "prompt_index": response.prompt_index,
+            },
+            separators=(",", ":"),
+        )
+        + "\n"
+    )
 
 
 def read_responses(path: Path) -> list[Response]:
@@ -159,7 +162,9 @@ def batches(
     per_epoch = -(-len(responses) // batch_size)
     step = start
     while True:
-        order = _epoch_order([len(r.token_ids) for r in responses], batch_size, random.Random(f"{seed} {step // per_epoch}"))
+        order = _epoch_order(
+            [len(r.token_ids) for r in responses], batch_size, random.Random(f"{seed} {step // per_epoch}")
+        )
         for rows in order[step % per_epoch :]:
             yield step, pad([responses[row] for row in rows], max_length)
             step += 1
@@ -188,9 +193,7 @@ def pad(responses: Sequence[Response], max_length: int | None = None) -> Batch:
     return Batch(token_ids, mask, lengths)
 
 
-def draft_vocabulary(
-    responses: Iterable[Response], size: int, always: Sequence[int] = ()
-) -> tuple[Tensor, float]:
+def draft_vocabulary(responses: Iterable[Response], size: int, always: Sequence[int] = ()) -> tuple[Tensor, float]:
     """The `size` most frequent response tokens and the share of all response tokens that they cover.
 
     Sorted int64 target ids [size]. `always` (the end tokens) are in it whatever their counts; where the responses use

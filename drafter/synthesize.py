@@ -17,8 +17,17 @@ from typing import Any, TextIO
 import torch
 from tqdm import tqdm
 
-from drafter.data import Prompt, Response, Span, prompt_stream, provenance, read_prompts, read_responses
-from drafter.data import response_line, write_json
+from drafter.data import (
+    Prompt,
+    Response,
+    Span,
+    prompt_stream,
+    provenance,
+    read_prompts,
+    read_responses,
+    response_line,
+    write_json,
+)
 from drafter.target import Message, Target, render_chat, render_user_header
 
 
@@ -96,8 +105,8 @@ class Conversation:
     def prompt(self, tokenizer: Any) -> list[int]:
         """Token ids to continue.
 
-        A later turn is rendered from text, as a server would render it. Nearly always that repeats the ids so far; where
-        text and ids disagree (the same text has several spellings in tokens), the ids so far become a response of their own.
+        A later turn is rendered from text, as a server would render it. Mostly that repeats the ids so far; where text
+        and ids disagree (a text has several spellings in tokens), the ids so far become a response of their own.
         """
         rendered = render_user_header(tokenizer) if self.writes_user else render_chat(tokenizer, self.messages)
         if self.spans and rendered[: len(self.token_ids)] != self.token_ids:

@@ -2,7 +2,8 @@
 
 Knows transformers, chat rendering and fast batched sampling on a CPU; knows nothing of drafters, pages or requests.
 
-Shape letters: B rows of a batch, T tokens, K tapped layers, D hidden size, V vocabulary, H key/value heads, C head size.
+Shape letters: B rows of a batch, T tokens, K tapped layers, D hidden size, V vocabulary, H key/value heads, C head
+size.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from drafter.source import resolve_source
 Message = dict[str, str]
 Key = TypeVar("Key")
 _REFILL_SHARE = 8
-"""Rows are refilled, or dropped, when one in this many is free: a prefill of one row costs as much as one of several."""
+"""Rows are refilled, or dropped, when one in this many is free: prefilling several at once is cheaper than one by one."""
 _PREFILL_ROWS = 4
 """Prompts in one prefill forward: enough rows for full speed, few enough to stay in the processor's cache."""
 
@@ -137,9 +138,9 @@ class Target:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
         return cls(model, load_tokenizer(folder), folder, packed_rows)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference_mode: training keeps these tensors for its backward pass
     def features(self, token_ids_BT: Tensor, layer_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Taps [B, T, K*D] (outputs of the 0-based layers, concatenated) and hidden rows [B, T, D] after the final norm.
+        """Taps [B, T, K*D] (outputs of the 0-based layers, concatenated) and hidden [B, T, D] after the final norm.
 
         Rows are padded on the RIGHT with any id: attention is causal, so padding changes nothing before it.
         """
@@ -157,7 +158,7 @@ class Target:
                 hook.remove()
         return torch.cat([taps[layer_id] for layer_id in layer_ids], dim=-1), hidden_BTD
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] in the model's dtype of rows [..., D] after the final norm."""
         result: Tensor = self.model.get_output_embeddings()(hidden)
@@ -178,8 +179,8 @@ class Target:
 
         `next_prompt()` gives a key and prompt ids, or None when there is none for now (a yielded answer may lead to
         another prompt); it ends when there is none and nothing is running. A response ends with an end token, or is cut
-        after `max_new_tokens` or when prompt and response reach `max_length`. Freed rows are refilled at once in groups;
-        when prompts run out, the batch shrinks. Temperature 0 takes the most likely token.
+        after `max_new_tokens`, or when prompt and response reach `max_length`. Freed rows are refilled in groups; when
+        prompts run out, the batch shrinks. Temperature 0 takes the most likely token.
         """
         rows: list[_Row[Key] | None] = [None] * batch_size
         cache = self._cache(batch_size, max_length)
@@ -263,9 +264,7 @@ class Target:
                 self._append(rows, slot, token)
 
     def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: RowCache) -> Tensor:
-        output = self.model.base_model(
-            tokens, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True
-        )
+        output = self.model.base_model(tokens, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True)
         hidden: Tensor = output.last_hidden_state
         return hidden
 
@@ -289,7 +288,7 @@ class Target:
 
 
 def draw(probabilities_BV: Tensor, generator: torch.Generator) -> Tensor:
-    """One id [B] per row of fp32 probabilities, by inverse CDF: several times faster on a CPU than torch.multinomial."""
+    """One id [B] per row of fp32 probabilities, by inverse CDF, which on a CPU is faster than torch.multinomial."""
     cumulative = probabilities_BV.cumsum(-1)
     thresholds = torch.rand(len(cumulative), 1, generator=generator) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, thresholds, right=True)[:, 0].clamp(max=cumulative.shape[1] - 1)
