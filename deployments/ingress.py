@@ -2,9 +2,9 @@
 
 Knows connections, keys, statuses and how long things took; what fields mean is openai.py's, what is written back is
 responses.py's. A client that leaves takes its sequences with it.
-"""
 
-from __future__ import annotations
+(No postponed annotations here: Serve moves the handlers to a place where FastAPI could not resolve them.)
+"""
 
 import asyncio
 import contextlib
@@ -261,7 +261,7 @@ class Ingress:
             await asyncio.sleep(PUSH_PERIOD_SECONDS)
 
 
-async def _closing(events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+async def _closing(events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
     """The events; they are closed, and with them their sequences, as soon as nobody reads on."""
     async with contextlib.aclosing(events):
         async for event in events:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
+import ray
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -28,11 +29,13 @@ class Replica:
     """Serve deployment. The engine's own queue bounds what it takes, not Serve's."""
 
     def __init__(self, config: LLMConfig, hub: Any) -> None:
-        """`hub`: handle of the MetricsHub. Returns before the engine is ready; requests wait for it."""
+        """`hub`: handle of the MetricsHub. Returns when the engine is ready; raises EngineDeadError if it can't be."""
         self._config = config
         self._hub = hub
         self._name = str(serve.get_replica_context().rank.rank)
         self._engine = start_engine(config.engine_config(), config.model_id)
+        # Nothing else runs in this process yet, so blocking is right: Serve learns here whether the start failed.
+        ray.get(self._engine.ready.remote())
         self._queues: dict[str, asyncio.Queue[Events | EngineDeadError]] = {}
         self._dead: EngineDeadError | None = None
         loop = asyncio.get_running_loop()
@@ -76,7 +79,6 @@ class Replica:
     async def _pump(self) -> None:
         """Deal events to their streams until the engine dies. One call brings all that one or more steps emitted."""
         try:
-            await self._engine.ready.remote()
             while True:
                 dealt: dict[str, list[TokenEvent]] = {}
                 for event in await self._engine.next_events.remote():
