@@ -39,14 +39,25 @@ class Draft:
 class Drafter(Protocol):
     """A drafter as the engine sees it."""
 
-    block_size: int
-    """G: the most tokens that one proposal holds."""
-    target_layer_ids: tuple[int, ...]
-    """0-based target layers whose outputs are the features."""
-    context_shape: tuple[int, int, int]
-    """(L, H, C): context K/V layers, key/value heads, head size."""
-    target_ids: Tensor
-    """[V] int64: the target id of each draft id, strictly increasing."""
+    @property
+    def block_size(self) -> int:
+        """G: the most tokens that one proposal holds."""
+        ...
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """0-based target layers whose outputs are the features."""
+        ...
+
+    @property
+    def context_shape(self) -> tuple[int, int, int]:
+        """(L, H, C): context K/V layers, key/value heads, head size."""
+        ...
+
+    @property
+    def target_ids(self) -> Tensor:
+        """[V] int64: the target id of each draft id, strictly increasing."""
+        ...
 
     def project_context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Target features [N, K*D] at absolute positions [N] -> context keys and values, each [L, N, H, C]."""
