@@ -1,0 +1,90 @@
+"""Ragged paged attention: every row of a flat batch attends to its own sequence's keys, up to its own position.
+
+Knows pages, groups of sequences and grouped query heads; knows nothing of projections or rotary embedding.
+
+Query heads are ordered group-first: head g * H + h reads key/value head h. Then the query heads that share a
+key/value head fold into query rows by a view, no key is ever repeated, and the output unfolds by a view too.
+
+Shape letters: N flat rows, R sequences, Q query rows of one sequence, T keys, H key/value heads, G query heads per
+key/value head, C head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cluster.flat_batch import AttentionGroup, FlatBatch
+from cluster.kv_cache import PagedKV
+
+
+def group_first_order(num_heads: int, num_kv_heads: int, head_dim: int) -> Tensor:
+    """[num_heads * head_dim] int64: the rows of a query projection in group-first order of its heads.
+
+    Checkpoints keep the query heads of one key/value head together (head h * G + g).
+    """
+    rows = torch.arange(num_heads * head_dim).view(num_kv_heads, num_heads // num_kv_heads, head_dim)
+    return rows.transpose(0, 1).reshape(-1)
+
+
+def masks(batch: FlatBatch, num_queries_per_kv: int, dtype: torch.dtype) -> list[Tensor | None]:
+    """The additive mask [R, 1, Q * G, T] of each group: 0 where a query may look, -inf elsewhere. Once per step."""
+    return [_mask(group, num_queries_per_kv, dtype) for group in batch.groups]
+
+
+def _mask(group: AttentionGroup, num_queries_per_kv: int, dtype: torch.dtype) -> Tensor | None:
+    if group.positions_RQ is None:
+        return None
+    keys_T = torch.arange(group.num_keys, device=group.positions_RQ.device)
+    last_seen = group.positions_RQ.repeat_interleave(num_queries_per_kv, 1)
+    hidden = keys_T > last_seen[:, None, :, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+
+
+def ragged_attention(
+    query_NX: Tensor, kv: PagedKV, layer: int, batch: FlatBatch, group_masks: Sequence[Tensor | None]
+) -> Tensor:
+    """query [N, G * H * C] in group-first order -> output of the same shape.
+
+    The rows' own keys and values must be in the pages already.
+    """
+    if len(batch.groups) == 1 and batch.groups[0].rows_RQ is None:
+        return _attend(query_NX, kv, layer, batch.groups[0], group_masks[0])
+    num_rows = batch.num_rows
+    output = query_NX.new_empty(num_rows + 1, query_NX.shape[1])  # the last row takes what padding computes
+    for group, mask in zip(batch.groups, group_masks, strict=True):
+        assert group.rows_RQ is not None
+        assert group.targets_RQ is not None
+        rows = _attend(query_NX.index_select(0, group.rows_RQ), kv, layer, group, mask)
+        output.index_copy_(0, group.targets_RQ, rows)
+    return output[:num_rows]
+
+
+def _attend(rows_X: Tensor, kv: PagedKV, layer: int, group: AttentionGroup, mask: Tensor | None) -> Tensor:
+    """[R * Q, G * H * C] -> the same."""
+    if group.first_block is None:
+        context = kv.read(layer, group.block_ids, group.num_sequences)
+    else:
+        context = kv.read_run(layer, group.first_block, group.block_ids.shape[0])
+    keys, values = context[:, : group.num_keys].permute(2, 0, 3, 1, 4).unbind(0)  # each [R, H, T, C]
+    num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
+    query = rows_X.reshape(group.num_sequences, -1, num_kv_heads, head_dim).transpose(1, 2)
+    output = F.scaled_dot_product_attention(query, keys, values, mask)
+    return output.transpose(1, 2).reshape(rows_X.shape[0], -1)
+
+
+def ragged_attention_plain(
+    query_NX: Tensor, kv: PagedKV, layer: int, batch: FlatBatch, block_tables_RB: Tensor
+) -> Tensor:
+    """The plain twin of `ragged_attention`: row by row, softmax in fp32."""
+    outputs = []
+    for row, sequence, position in zip(query_NX, batch.sequences_N, batch.positions_N.tolist(), strict=True):
+        context = kv.read(layer, block_tables_RB[sequence], 1)[0, : position + 1].float()
+        keys_THC, values_THC = context.unbind(1)
+        query_GHC = row.float().view(-1, *keys_THC.shape[1:])
+        scores = torch.einsum("ghc,thc->ght", query_GHC, keys_THC) * keys_THC.shape[-1] ** -0.5
+        outputs.append(torch.einsum("ght,thc->ghc", scores.softmax(-1), values_THC).flatten())
+    return torch.stack(outputs).to(query_NX.dtype)
