@@ -103,8 +103,16 @@ def flatten(spans: Sequence[Span], block_size: int, device: torch.device | str =
         _group(np.array(members), lengths, contexts, row_starts, tables, block_size, device) for members in partition
     )
     tokens = np.array([token for span in spans for token in span.token_ids], dtype=np.int64)
-    arrays = (tokens, positions, slots, sequences, row_starts, logits_rows, logits_starts)
-    return FlatBatch(*(torch.from_numpy(array).to(device) for array in arrays), groups)
+    return FlatBatch(
+        tokens_N=torch.from_numpy(tokens).to(device),
+        positions_N=torch.from_numpy(positions).to(device),
+        slots_N=torch.from_numpy(slots).to(device),
+        sequences_N=torch.from_numpy(sequences).to(device),
+        row_starts_R1=torch.from_numpy(row_starts).to(device),
+        logits_rows_M=torch.from_numpy(logits_rows).to(device),
+        logits_starts_R1=torch.from_numpy(logits_starts).to(device),
+        groups=groups,
+    )
 
 
 def _starts(lengths: Integers) -> Integers:

@@ -110,7 +110,7 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D] in x's dtype."""
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).hypot_(self._floor)
+        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).hypot_(self._floor)
         return (x / norm).mul_(self._scaled_weight_D).to(x.dtype)
 
 

@@ -30,7 +30,7 @@ class Checkpoint:
         if not paths:
             raise ValueError(f"{folder} has no *.safetensors")
         self._folder, self._dtype, self._device = folder, dtype, device
-        self._files = [safe_open(path, framework="pt") for path in paths]
+        self._files: list[Any] = [safe_open(path, framework="pt") for path in paths]
         self._file_of = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 (not a dict)
         self._unread = {name for name in self._file_of if not name.endswith(_IGNORED_SUFFIXES)}
 

@@ -1,0 +1,77 @@
+"""The flat tensors against the definition of each, written as loops."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.flat_batch import Span, flatten
+
+BLOCK = 4
+
+
+@st.composite
+def spans_of_a_step(draw: st.DrawFn) -> list[Span]:
+    spans, used = [], 0
+    for _ in range(draw(st.integers(1, 6))):
+        start = draw(st.integers(0, 40) | st.integers(0, 3000))
+        tokens = draw(st.lists(st.integers(0, 999), min_size=1, max_size=12))
+        num_blocks = -(-(start + len(tokens)) // BLOCK) + draw(st.integers(0, 2))
+        blocks = list(range(used, used + num_blocks))
+        used += num_blocks
+        spans.append(Span(tokens, start, draw(st.permutations(blocks)), draw(st.integers(0, len(tokens)))))
+    return spans
+
+
+@given(spans_of_a_step())
+@settings(max_examples=60, deadline=None)
+def test_rows_are_what_they_are_said_to_be(spans: list[Span]) -> None:
+    batch = flatten(spans, BLOCK)
+    rows = [(i, k) for i, span in enumerate(spans) for k in range(len(span.token_ids))]
+    assert batch.num_rows == len(rows)
+    assert batch.tokens_N.tolist() == [spans[i].token_ids[k] for i, k in rows]
+    assert batch.sequences_N.tolist() == [i for i, _ in rows]
+    positions = [spans[i].start + k for i, k in rows]
+    assert batch.positions_N.tolist() == positions
+    assert batch.slots_N.tolist() == [
+        spans[i].block_ids[p // BLOCK] * BLOCK + p % BLOCK for (i, _), p in zip(rows, positions, strict=True)
+    ]
+    wanted = [n for n, (i, k) in enumerate(rows) if k >= len(spans[i].token_ids) - spans[i].num_logits]
+    assert batch.logits_rows_M.tolist() == wanted
+    assert batch.row_starts_R1.tolist() == [sum(len(s.token_ids) for s in spans[:i]) for i in range(len(spans) + 1)]
+    assert batch.logits_starts_R1.tolist() == [sum(s.num_logits for s in spans[:i]) for i in range(len(spans) + 1)]
+
+
+@given(spans_of_a_step())
+@settings(max_examples=60, deadline=None)
+def test_groups_cover_every_row_once_with_its_own_blocks(spans: list[Span]) -> None:
+    batch = flatten(spans, BLOCK)
+    covered = []
+    for group in batch.groups:
+        shape = (group.num_sequences, group.num_queries)
+        rows = range(batch.num_rows) if group.rows_RQ is None else group.rows_RQ.tolist()
+        targets = rows if group.targets_RQ is None else group.targets_RQ.tolist()
+        seen = [group.num_keys - 1] * len(rows) if group.positions_RQ is None else group.positions_RQ.flatten().tolist()
+        tables = group.block_ids.view(group.num_sequences, -1).tolist()
+        assert len(rows) == shape[0] * shape[1]
+        for number, (row, target, last) in enumerate(zip(rows, targets, seen, strict=True)):
+            if target == batch.num_rows:
+                continue
+            assert row == target
+            assert last == batch.positions_N[row]
+            own = spans[int(batch.sequences_N[row])].block_ids[: last // BLOCK + 1]
+            assert tables[number // group.num_queries][: len(own)] == list(own)
+            covered.append(row)
+        if group.first_block is not None:
+            assert tables == [list(range(group.first_block, group.first_block + len(tables[0])))]
+    assert sorted(covered) == list(range(batch.num_rows))
+
+
+def test_equals_share_a_call_and_strangers_do_not() -> None:
+    def span(start: int, rows: int, first: int) -> Span:
+        return Span([1] * rows, start, range(first, first + -(-(start + rows) // BLOCK)), 0)
+
+    alike = flatten([span(200 + i, 1 + i % 3, 200 * i) for i in range(8)], BLOCK)
+    assert [group.num_sequences for group in alike.groups] == [8]
+    mixed = flatten([span(200, 1, 0), span(0, 300, 100), span(210, 2, 400), span(4000, 1, 600)], BLOCK)
+    assert sorted(group.num_sequences for group in mixed.groups) == [1, 1, 2]
