@@ -27,8 +27,11 @@ from drafter.interface import Draft
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them could only overflow."""
 
-_FIRST_CANDIDATES = 512
-"""How many likely tokens top-p looks at before it sorts the whole vocabulary."""
+_FIRST_CANDIDATES = 64
+"""How many likely tokens top-p looks at first; 8 times as many whenever its mass is not reached."""
+
+_CDF_BLOCK = 256
+"""Tokens per block of the two-level inverse CDF."""
 
 
 class Purpose(enum.IntEnum):
@@ -83,7 +86,13 @@ class SamplingRows:
     def _measure(self) -> Mix:
         sampled = self.temperature >= GREEDY_BELOW
         truncated = _asks_truncation(self)
-        kinds = (~sampled, sampled & (self.temperature != 1), truncated, sampled & self.coupled, sampled & ~self.coupled)
+        kinds = (
+            ~sampled,
+            sampled & (self.temperature != 1),
+            truncated,
+            sampled & self.coupled,
+            sampled & ~self.coupled,
+        )
         return Mix(*torch.stack(kinds).any(dim=1).tolist())
 
     def select(self, index: Tensor) -> SamplingRows:
@@ -185,7 +194,7 @@ def verify(
     result = Verification(torch.zeros_like(lengths), torch.empty_like(lengths))
 
     def argmax(row: Tensor) -> Tensor:
-        return logits[row].argmax(dim=-1)
+        return logits[row].float().argmax(dim=-1)  # torch's argmax of bf16 is 4 times slower
 
     def coupled_tokens(row: Tensor) -> Tensor:
         chosen = rows.select(row)
@@ -301,15 +310,30 @@ def _residual(target: Tensor, proposed: Tensor, target_ids: Tensor | None) -> Te
     else:
         residual = target.scatter_add(1, target_ids.expand_as(proposed), -proposed)
     residual.clamp_(min=0)
-    return torch.where(residual.any(dim=1, keepdim=True), residual, target)
+    empty = residual.amax(dim=1) == 0
+    if empty.any():
+        residual[empty] = target[empty]
+    return residual
 
 
 def _invert(weights: Tensor, fractions: Tensor) -> Tensor:
-    """The first index whose cumulative weight exceeds fraction * total: [M, V], [M] in [0, 1) -> int64 [M]."""
-    # fp64: in fp32 the sums of a large vocabulary would round its rare tokens away.
-    cumulative = weights.cumsum(dim=1, dtype=torch.float64)
-    goal = fractions[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, goal, right=True)[:, 0]
+    """The first index whose cumulative weight exceeds fraction * total: [M, V], [M] in [0, 1) -> int64 [M].
+
+    In fp64, because fp32 sums over a large vocabulary round its rare tokens away; in two levels, because only one
+    block's running sum is needed. The clamps keep a goal that rounding moved across a block's edge inside that block,
+    so a token of weight 0 is never drawn.
+    """
+    padding = -weights.shape[1] % _CDF_BLOCK
+    blocks = torch.nn.functional.pad(weights, (0, padding)) if padding else weights
+    blocks = blocks.reshape(weights.shape[0], blocks.shape[1] // _CDF_BLOCK, _CDF_BLOCK)
+    sums = blocks.sum(dim=2, dtype=torch.float64)
+    ends = sums.cumsum(dim=1)
+    goal = fractions[:, None] * ends[:, -1:]
+    block = torch.searchsorted(ends, goal, right=True)
+    inside = blocks[torch.arange(weights.shape[0], device=weights.device), block[:, 0]].cumsum(1, dtype=torch.float64)
+    rest = (goal - (ends - sums).gather(1, block)).clamp_(min=0)
+    rest = torch.minimum(rest, inside[:, -1:] * (1 - 2.0**-52))
+    return (block * _CDF_BLOCK + torch.searchsorted(inside, rest, right=True))[:, 0]
 
 
 def _race(probabilities: Tensor, rows: SamplingRows, token_ids: Tensor | None) -> Tensor:
@@ -337,22 +361,24 @@ def _truncate(full: Tensor, rows: SamplingRows) -> Tensor:
     top_k = torch.where(rows.top_k > 0, rows.top_k, vocabulary).clamp(max=vocabulary)[:, None]
     limited = top_k < vocabulary
     widest = int(torch.where(limited, top_k, 1).max())
-    num_candidates = min(vocabulary, max(widest, _FIRST_CANDIDATES))
+    num_candidates = max(widest, _FIRST_CANDIDATES)
     while True:
+        num_candidates = min(vocabulary, num_candidates)
         values = full.topk(num_candidates, dim=1).values
         kth = values.gather(1, (top_k - 1).clamp(max=num_candidates - 1))
-        kept = torch.where(limited & (full < kth), 0.0, full)
-        mass = torch.where(limited & (values < kth), 0.0, values).cumsum(dim=1, dtype=torch.float64)
+        floor = torch.where(limited, kth, 0.0)
+        kept = full * (full >= floor)
+        mass = (values * (values >= floor)).cumsum(dim=1, dtype=torch.float64)
         goal = rows.top_p.double()[:, None] * kept.sum(dim=1, keepdim=True, dtype=torch.float64)
         unsettled = (rows.top_p[:, None] < 1) & (mass[:, -1:] < goal)
         if num_candidates == vocabulary or not unsettled.any():
             break
-        num_candidates = vocabulary
+        num_candidates *= 8
     last = torch.searchsorted(mass, goal).clamp(max=num_candidates - 1)
     nucleus = torch.where(rows.top_p[:, None] < 1, values.gather(1, last), 0.0)
     threshold = torch.maximum(nucleus, rows.min_p[:, None] * values[:, :1])
-    kept = torch.where(kept < threshold, 0.0, kept)
-    return kept / kept.sum(dim=1, keepdim=True)
+    kept *= kept >= threshold
+    return kept.div_(kept.sum(dim=1, keepdim=True))
 
 
 # --- hashing: integer arithmetic that wraps, the same on every device --------------------------------------------
