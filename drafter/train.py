@@ -26,16 +26,20 @@ from drafter.checkpoint import save_checkpoint
 from drafter.config import DrafterConfig, TrainConfig, default_target_layer_ids
 from drafter.data import Response, draft_vocabulary, provenance, read_responses, write_json
 from drafter.dspark import DSpark
-from drafter.losses import LossSums, slot_losses
+from drafter.losses import Coefficients, confidence_loss, distribution_loss
 from drafter.target import Target
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What the target gives for one sequence: taps [T, K*D] and rows after the final norm [T, D]."""
+    """What the target gives for one sequence."""
 
     taps: Tensor
+    """[T, K*D]: outputs of the tapped layers."""
     hidden: Tensor
+    """[T, D] after the final norm."""
+    log_normalizer: Tensor
+    """[T] fp32: logsumexp of the logits over the full vocabulary, so that p_t of a few tokens needs only their rows."""
 
 
 class FeatureMemory:
@@ -64,7 +68,12 @@ class FeatureMemory:
         padded = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in token_ids])
         taps, hidden = self._target.features(padded, self._layer_ids)
         # clone: leaves inference mode and lets go of the padding.
-        return [Features(taps[i, : len(ids)].clone(), hidden[i, : len(ids)].clone()) for i, ids in enumerate(token_ids)]
+        kept = [(taps[i, : len(ids)].clone(), hidden[i, : len(ids)].clone()) for i, ids in enumerate(token_ids)]
+        return [Features(taps, hidden, self._log_normalizer(hidden)) for taps, hidden in kept]
+
+    def _log_normalizer(self, hidden: Tensor) -> Tensor:
+        # In chunks: all T x vocabulary logits in fp32 would be the largest tensor of the training by far.
+        return torch.cat([self._target.logits(rows).float().logsumexp(-1).clone() for rows in hidden.split(128)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,26 +101,6 @@ def choose_anchors(
     return Blocks(torch.tensor(sequences), torch.tensor(positions), torch.tensor(slots))
 
 
-class TargetDistribution:
-    """p_t over the draft vocabulary for rows of the target, fp32; normalised over the full vocabulary."""
-
-    def __init__(self, lm_head: Tensor, target_ids: Tensor) -> None:
-        inside = torch.zeros(len(lm_head), dtype=torch.bool)
-        inside[target_ids] = True
-        # The draft's rows first, so that its logits are a slice.
-        self._head = torch.cat((lm_head[target_ids], lm_head[~inside]))
-        self._size = len(target_ids)
-
-    @torch.no_grad()
-    def __call__(self, hidden: Tensor, chunk: int = 256) -> Tensor:
-        """hidden [N, D] after the final norm -> [N, V]; chunked, since all N x vocabulary logits would not fit."""
-        parts = []
-        for rows in hidden.split(chunk):
-            logits = rows @ self._head.T
-            parts.append((logits[:, : self._size].float() - logits.float().logsumexp(-1, keepdim=True)).exp())
-        return torch.cat(parts)
-
-
 def initial_drafter(target: Target, config: DrafterConfig, target_ids: Tensor) -> DSpark:
     """A drafter whose layers and norms start as the target's last ones, and fc as the identity on the last tap."""
     head = target.lm_head_weight_VD.detach()[target_ids].clone()
@@ -135,45 +124,90 @@ def initial_drafter(target: Target, config: DrafterConfig, target_ids: Tensor) -
     return model
 
 
+@dataclass(slots=True)
+class StepSummary:
+    """Means over the supervised slots of a step, weighted as in the loss."""
+
+    loss: Tensor
+    num_slots: int
+    soft_cross_entropy: float
+    overlap: float
+    """1 - TV(p_d, p_t): the probability that a sampled draft passes."""
+    confidence_loss: float
+
+
 def batch_loss(
     model: DSpark,
     responses: Sequence[Response],
     features: Sequence[Features],
     blocks: Blocks,
-    distribution: TargetDistribution,
-    position_decay: float,
-) -> tuple[LossSums, int]:
-    """Teacher-forced losses of all blocks, and how many slots they supervise."""
-    lengths = [len(response.token_ids) for response in responses]
+    config: TrainConfig,
+    distill: bool,
+) -> StepSummary:
+    """Teacher-forced loss of all blocks of a batch, differentiable."""
     tokens = nn.utils.rnn.pad_sequence([torch.tensor(r.token_ids) for r in responses], batch_first=True)
     taps = nn.utils.rnn.pad_sequence([f.taps for f in features], batch_first=True)
-    offsets = torch.tensor([0, *lengths]).cumsum(0)[:-1]
     hidden_M = _block_hidden(model, tokens, taps, blocks)
+    target, row_MG = _target_rows(model, features, blocks)
+    weight_MG, label_MG = _weights_and_labels(model, tokens, blocks, config.position_decay)
+    total = float(weight_MG.sum())
+    if distill:
+        coefficients = Coefficients(0.0, 1 / total, 0.0)
+    else:
+        labelled = float((weight_MG * (label_MG >= 0)).sum())
+        coefficients = Coefficients(config.cross_entropy_weight / max(labelled, 1e-6), 0.0, config.l1_weight / total)
 
-    flat_hidden = torch.cat([f.hidden for f in features])
-    rows = (offsets[blocks.sequence_M] + blocks.position_M)[:, None] + torch.arange(model.block_size)
-    rows = rows.clamp_max(len(flat_hidden) - 1)
-    used, inverse = rows.unique(return_inverse=True)
-    target = distribution(flat_hidden[used])
-
-    draft_ids = torch.full((model.config.vocab_size,), -1)
-    draft_ids[model.target_ids] = torch.arange(len(model.target_ids))
+    loss, soft, overlap, confidence = torch.zeros(()), 0.0, 0.0, 0.0
     state = hidden_M.new_zeros(len(hidden_M), model.config.markov_rank)
-    total: LossSums | None = None
     for slot in range(model.block_size):
-        positions = (blocks.position_M + slot).clamp_max(tokens.shape[1] - 2)
-        previous = model.previous_embedding(tokens[blocks.sequence_M, positions])
-        label = draft_ids[tokens[blocks.sequence_M, positions + 1]]
-        hidden = hidden_M[:, slot]
-        confidence = None if model.confidence_head is None else model.confidence_head(hidden, previous)
+        hidden, weights = hidden_M[:, slot], weight_MG[:, slot]
+        previous = model.previous_embedding(_tokens_at(tokens, blocks, slot))
         logits = nn.functional.linear(hidden, model.lm_head)
         if previous is not None:
             logits, state = model.slot_logits(logits, hidden, previous, state)
-        weights = (blocks.num_slots_M > slot) * math.exp(-slot / position_decay)
-        sums = slot_losses(logits, target[inverse[:, slot]], label, confidence, weights)
-        total = sums if total is None else total + sums
-    assert total is not None
-    return total, int(blocks.num_slots_M.sum())
+        slot_loss, slot_soft, distance = distribution_loss(
+            logits, target[row_MG[:, slot]], label_MG[:, slot], weights, coefficients
+        )
+        loss = loss + slot_loss
+        if model.confidence_head is not None:
+            slot_confidence = confidence_loss(model.confidence_head(hidden, previous), distance, weights) / total
+            loss = loss + config.confidence_weight * slot_confidence
+            confidence += float(slot_confidence.detach())
+        soft += float((weights * slot_soft).sum()) / total
+        overlap += float((weights * (1 - distance / 2)).sum()) / total
+    return StepSummary(loss, int(blocks.num_slots_M.sum()), soft, overlap, confidence)
+
+
+def _tokens_at(tokens: Tensor, blocks: Blocks, offset: int) -> Tensor:
+    """[M]: the token `offset` after each anchor; past the end (where no slot is supervised) the last one."""
+    return tokens[blocks.sequence_M, (blocks.position_M + offset).clamp_max(tokens.shape[1] - 1)]
+
+
+def _target_rows(model: DSpark, features: Sequence[Features], blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """p_t [N, V] bf16 over the draft vocabulary for the rows in use, and which row [M, G] each slot needs.
+
+    The target's row at anchor + k predicts slot k.
+    """
+    lengths = torch.tensor([len(f.hidden) for f in features])
+    offsets = lengths.cumsum(0) - lengths
+    hidden = torch.cat([f.hidden for f in features])
+    normalizer = torch.cat([f.log_normalizer for f in features])
+    rows = (offsets[blocks.sequence_M] + blocks.position_M)[:, None] + torch.arange(model.block_size)
+    used, inverse = rows.clamp_max(len(hidden) - 1).unique(return_inverse=True)
+    logits = hidden[used] @ model.lm_head.T
+    return (logits.float() - normalizer[used, None]).exp().to(torch.bfloat16), inverse
+
+
+def _weights_and_labels(
+    model: DSpark, tokens: Tensor, blocks: Blocks, position_decay: float
+) -> tuple[Tensor, Tensor]:
+    """w_k [M, G] fp32, 0 past the valid prefix, and labels [M, G] as draft ids, -1 outside the draft vocabulary."""
+    slots = torch.arange(model.block_size)
+    weights = (slots < blocks.num_slots_M[:, None]) * torch.exp(-slots / position_decay)
+    draft_ids = torch.full((model.config.vocab_size,), -1)
+    draft_ids[model.target_ids] = torch.arange(len(model.target_ids))
+    labels = torch.stack([draft_ids[_tokens_at(tokens, blocks, slot + 1)] for slot in range(len(slots))], dim=1)
+    return weights, labels
 
 
 def _block_hidden(model: DSpark, tokens: Tensor, taps: Tensor, blocks: Blocks) -> Tensor:
@@ -205,7 +239,6 @@ class Trainer:
         self.memory = memory
         self.responses = responses
         self.config = config
-        self.distribution = TargetDistribution(model.lm_head, model.target_ids)
         backbone = dict(model.backbone.named_parameters())
         matrices = [value for value in backbone.values() if value.ndim == 2]
         others = [value for value in model.parameters() if not any(value is matrix for matrix in matrices)]
@@ -227,7 +260,7 @@ class Trainer:
         order = torch.randperm(len(self.responses), generator=torch.Generator().manual_seed(self.config.seed + epoch))
         return order[batch * size : (batch + 1) * size].tolist()
 
-    def train_step(self) -> LossSums:
+    def train_step(self) -> StepSummary:
         config = self.config
         progress = self.slots / config.slots
         indices = self.indices()
@@ -235,23 +268,18 @@ class Trainer:
         features = self.memory.get(indices, [response.token_ids for response in responses])
         generator = torch.Generator().manual_seed((config.seed << 32) + self.step)
         blocks = choose_anchors(responses, config.anchors_per_sequence, self.model.block_size, generator)
+        distill = progress < config.distillation_fraction
         with torch.autocast("cpu", torch.bfloat16):
-            sums, num_slots = batch_loss(
-                self.model, responses, features, blocks, self.distribution, config.position_decay
-            )
-        if progress < config.distillation_fraction:
-            loss = sums.total(0.0, 1.0, 0.0, config.confidence_weight)
-        else:
-            loss = sums.total(config.cross_entropy_weight, 0.0, config.l1_weight, config.confidence_weight)
-        loss.backward()  # type: ignore[no-untyped-call]
+            summary = batch_loss(self.model, responses, features, blocks, config, distill)
+        summary.loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), config.max_gradient_norm)
         for optimizer, rate in zip(self.optimizers, self.rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * learning_rate_factor(progress, config)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self.slots += num_slots
+        self.slots += summary.num_slots
         self.step += 1
-        return sums
+        return summary
 
     def save(self, path: Path) -> None:
         state = {
@@ -284,7 +312,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-vocabulary", type=int, help="most frequent response tokens to draft (default: all)")
     parser.add_argument("--mask-token-id", type=int, default=0, help="reserved row of the embedding (default: 0)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
-    parser.add_argument("--feature-memory-gib", type=float, default=6.0, help="features kept between epochs (default: 6)")
+    parser.add_argument("--feature-memory-gib", type=float, default=6.0, help="features kept (default: 6)")
     parser.add_argument("--checkpoint-minutes", type=float, default=5.0, help="between saves (default: 5)")
     for field in dataclasses.fields(TrainConfig):
         name = "--" + field.name.replace("_", "-")
@@ -370,11 +398,14 @@ def _train(trainer: Trainer, state: Path, checkpoint_minutes: float) -> None:
     saved = time.monotonic()
     with tqdm(total=budget, initial=trainer.slots, unit="slot", unit_scale=True, smoothing=0.05) as bar:
         while trainer.slots < budget:
-            sums = trainer.train_step()
+            summary = trainer.train_step()
             bar.update(trainer.slots - bar.n)
-            mean = {name: float(getattr(sums, name) / sums.weight) for name in ("soft_cross_entropy", "l1", "confidence")}
-            overlap = 1 - mean["l1"] / 2
-            bar.set_postfix(overlap=f"{overlap:.3f}", ce=f"{mean['soft_cross_entropy']:.3f}", refresh=False)
+            bar.set_postfix(
+                overlap=f"{summary.overlap:.3f}",
+                cross_entropy=f"{summary.soft_cross_entropy:.3f}",
+                confidence=f"{summary.confidence_loss:.3f}",
+                refresh=False,
+            )
             if time.monotonic() - saved > 60 * checkpoint_minutes:
                 trainer.save(state)
                 saved = time.monotonic()

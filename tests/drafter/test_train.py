@@ -1,0 +1,86 @@
+"""The trainer: its labels and rows are aligned, it learns, and a killed run goes on where it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafter.config import TrainConfig
+from drafter.data import Response
+from drafter.target import Target
+from drafter.train import FeatureMemory, Trainer, batch_loss, choose_anchors, initial_drafter, learning_rate_factor
+from tests.drafter.conftest import VOCABULARY, drafter_config
+
+
+def trainer_for(target: Target, responses: list[Response], **changes: object) -> Trainer:
+    torch.manual_seed(0)
+    model = initial_drafter(target, drafter_config(), torch.arange(VOCABULARY))
+    config = TrainConfig(**{"slots": 60_000, "anchors_per_sequence": 24, "learning_rate": 5e-3, **changes})  # type: ignore[arg-type]
+    return Trainer(model, FeatureMemory(target, model.target_layer_ids, 2**28), responses, config)
+
+
+def test_training_raises_the_acceptance_probability(tiny_target: Target, tiny_responses: list[Response]) -> None:
+    trainer = trainer_for(tiny_target, tiny_responses)
+    before = trainer.train_step().overlap
+    while trainer.slots < trainer.config.slots:
+        after = trainer.train_step().overlap
+    assert after > before + 0.05
+
+
+def test_a_killed_run_goes_on_where_it_was(
+    tiny_target: Target, tiny_responses: list[Response], tmp_path: Path
+) -> None:
+    whole = trainer_for(tiny_target, tiny_responses)
+    for _ in range(4):
+        whole.train_step()
+    first = trainer_for(tiny_target, tiny_responses)
+    for _ in range(2):
+        first.train_step()
+    first.save(tmp_path / "state.pt")
+    second = trainer_for(tiny_target, tiny_responses)
+    second.load(tmp_path / "state.pt")
+    for _ in range(2):
+        second.train_step()
+    assert (second.slots, second.step) == (whole.slots, whole.step)
+    for expected, resumed in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+        torch.testing.assert_close(expected, resumed)
+
+
+def test_anchors_stay_inside_one_response() -> None:
+    response = Response(tuple(range(3, 23)), ((4, 9), (12, 14), (18, 20)))
+    blocks = choose_anchors([response], 100, 3, torch.Generator().manual_seed(0))
+    found = dict(zip(blocks.position_M.tolist(), blocks.num_slots_M.tolist(), strict=True))
+    # t and t + 1 lie in one span, and slots end with the span: t -> min(block, end - 1 - t).
+    assert found == {4: 3, 5: 3, 6: 2, 7: 1, 12: 1, 18: 1}
+
+
+def test_loss_of_a_perfect_drafter_is_the_targets_entropy(
+    tiny_target: Target, tiny_responses: list[Response], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that is told the target's own logits at row anchor + k gives TV 0: rows, slots and labels are aligned."""
+    trainer = trainer_for(tiny_target, tiny_responses)
+    responses = tiny_responses[:3]
+    features = trainer.memory.get([0, 1, 2], [response.token_ids for response in responses])
+    blocks = choose_anchors(responses, 10, 5, torch.Generator().manual_seed(0))
+    model = trainer.model
+    rows = [
+        torch.stack([features[s].hidden[min(p + k, 43)] for k in range(5)])
+        for s, p in zip(blocks.sequence_M.tolist(), blocks.position_M.tolist(), strict=True)
+    ]
+    monkeypatch.setattr("drafter.train._block_hidden", lambda *_: torch.stack(rows).float())
+    assert model.markov_head is not None  # its W2 starts at zero, so the base logits are all there is
+    summary = batch_loss(model, responses, features, blocks, trainer.config, distill=True)
+    assert summary.overlap == pytest.approx(1, abs=5e-3)  # bf16 of p_t
+    shifted = torch.roll(torch.stack(rows).float(), 1, dims=1)
+    monkeypatch.setattr("drafter.train._block_hidden", lambda *_: shifted)
+    assert batch_loss(model, responses, features, blocks, trainer.config, distill=True).overlap < 0.95
+
+
+def test_learning_rate() -> None:
+    config = TrainConfig(warmup_fraction=0.1, decay_fraction=0.4)
+    assert learning_rate_factor(0.05, config) == pytest.approx(0.5, abs=0.02)
+    assert learning_rate_factor(0.3, config) == 1
+    assert learning_rate_factor(0.8, config) == pytest.approx(0.5)
+    assert learning_rate_factor(1.0, config) == pytest.approx(0)
