@@ -91,24 +91,22 @@ class CostCurve:
     def fit(
         cls, samples: Iterable[VerifySample], draft_samples: Iterable[DraftSample], provenance: Provenance
     ) -> CostCurve:
-        """Medians of the samples at each (tokens, context), made monotone. Every pair of the grid needs a sample.
+        """Samples of any (tokens, context) pairs, in any order: seconds = base(tokens) + slope * context.
 
-        Raises CostCurveError if a pair is missing, a time is not positive, or the curve is flat.
+        Batches of as many tokens differ in context by their number of sequences, so a full grid can't be measured; one
+        slope is shared by all, and real steps then correct each cell (`observed`). Raises CostCurveError if there are
+        no samples, a time is not positive, or the curve is flat.
         """
-        cells: dict[tuple[int, int], list[float]] = {}
-        for sample in samples:
-            cells.setdefault((sample.num_tokens, sample.context_tokens), []).append(sample.seconds)
+        cells = _medians(((s.num_tokens, s.context_tokens), s.seconds) for s in samples)
+        drafts = _medians(((d.num_requests, 0), d.seconds) for d in draft_samples)
+        if not cells:
+            raise CostCurveError("no measurements to fit a cost curve to")
+        slope = _context_slope(cells)
         tokens = sorted({pair[0] for pair in cells})
-        contexts = sorted({pair[1] for pair in cells})
-        missing = [(t, c) for t in tokens for c in contexts if (t, c) not in cells]
-        if missing:
-            raise CostCurveError(f"no measurement of {missing[0][0]} tokens at {missing[0][1]} context tokens")
-        table = [[median(cells[t, c]) for c in contexts] for t in tokens]
-        drafts: dict[int, list[float]] = {}
-        for draft in draft_samples:
-            drafts.setdefault(draft.num_requests, []).append(draft.seconds)
-        sizes = sorted(drafts)
-        return cls._checked(provenance, tokens, contexts, table, sizes, [median(drafts[size]) for size in sizes])
+        contexts = sorted({min(pair[1] for pair in cells), max(pair[1] for pair in cells)})
+        bases = [median(seconds - slope * c for (t, c), seconds in cells.items() if t == size) for size in tokens]
+        table = [[base + slope * context for context in contexts] for base in bases]
+        return cls._checked(provenance, tokens, contexts, table, [d for d, _ in sorted(drafts)], _sorted_values(drafts))
 
     @classmethod
     def load(cls, path: Path, provenance: Provenance) -> CostCurve:
@@ -188,6 +186,35 @@ class CostCurve:
         factors = float(np.clip(ratio, 1 / _OUTLIER, _OUTLIER)) ** (_REFRESH_RATE * weights)
         corrections = np.clip(self.corrections * factors, 1 / _REFRESH_LIMIT, _REFRESH_LIMIT)
         return replace(self, corrections=corrections, verify=_monotone(self.measured * corrections))
+
+
+def _medians(timed: Iterable[tuple[tuple[int, int], float]]) -> dict[tuple[int, int], float]:
+    """The median of the times of each key."""
+    groups: dict[tuple[int, int], list[float]] = {}
+    for key, seconds in timed:
+        groups.setdefault(key, []).append(seconds)
+    return {key: median(times) for key, times in groups.items()}
+
+
+def _sorted_values(cells: dict[tuple[int, int], float]) -> list[float]:
+    return [cells[key] for key in sorted(cells)]
+
+
+def _context_slope(cells: dict[tuple[int, int], float]) -> float:
+    """Seconds per context token: least squares within the groups of equal tokens, each on its own scale.
+
+    Never negative, and never so steep that a sample's own context would explain all of its time.
+    """
+    covariance = variance = 0.0
+    for size in {tokens for tokens, _ in cells}:
+        group = [(context, seconds) for (tokens, context), seconds in cells.items() if tokens == size]
+        mean_context = sum(context for context, _ in group) / len(group)
+        mean_seconds = sum(seconds for _, seconds in group) / len(group)
+        weight = 1 / max(mean_seconds, 1e-9) ** 2
+        covariance += weight * sum((c - mean_context) * (s - mean_seconds) for c, s in group)
+        variance += weight * sum((c - mean_context) ** 2 for c, _ in group)
+    steepest = 0.9 * min((seconds / context for (_, context), seconds in cells.items() if context), default=0.0)
+    return min(max(covariance / variance, 0.0), steepest) if variance else 0.0
 
 
 def _monotone(table: Array) -> Array:
