@@ -30,8 +30,8 @@ def main() -> int:
     path = parser.parse_args().config
     try:
         config = yaml.safe_load(path.read_text())
-        for application in config["applications"]:
-            resolve_source(parse_config(application["args"]).model_loading_config.model_source)
+        model = parse_config(config["applications"][0]["args"]).model_loading_config
+        resolve_source(model.model_source)
     except (OSError, ValueError) as error:
         print(f"{path}: {error}", file=sys.stderr)
         return 2
@@ -42,7 +42,7 @@ def main() -> int:
     server = subprocess.Popen([str(Path(sys.executable).with_name("serve")), "run", str(path)])
     try:
         if wait_until_ready(server, f"http://{host}:{port}"):
-            print(welcome(f"http://{host}:{port}"), flush=True)
+            print(welcome(f"http://{host}:{port}", model.model_id), flush=True)
         return server.wait()
     except KeyboardInterrupt:  # Ctrl-C reached `serve run` too: it shuts the application down by itself
         return server.wait()
@@ -73,11 +73,9 @@ def wait_until_ready(server: subprocess.Popen[bytes], url: str) -> bool:
     return False
 
 
-def welcome(url: str) -> str:
-    """The URL and a line to paste, with the name of the model that is really served."""
-    with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as response:
-        model = json.load(response)["data"][0]["id"]
-    body = {"model": model, "messages": [{"role": "user", "content": "What is 12 times 7?"}], "max_tokens": 64}
+def welcome(url: str, model_id: str) -> str:
+    """The URL and a line to paste."""
+    body = {"model": model_id, "messages": [{"role": "user", "content": "What is 12 times 7?"}], "max_tokens": 64}
     return (
         f"\nReady at {url}/v1 - try:\n\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n"

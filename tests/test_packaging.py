@@ -9,6 +9,7 @@ import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -98,3 +99,15 @@ def test_the_licence_is_the_one_that_is_declared() -> None:
     assert PROJECT["project"]["license"] == "Apache-2.0"
     text = (ROOT / "LICENSE").read_text()
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
+
+
+def test_the_readmes_curl_asks_for_the_model_that_make_serve_serves() -> None:
+    config = yaml.safe_load((ROOT / "deployments" / "dspark_cpu.yaml").read_text())
+    model_id = config["applications"][0]["args"]["model_loading_config"]["model_id"]
+    assert f'"model": "{model_id}"' in (ROOT / "README.md").read_text()
+
+
+def test_every_link_in_the_documents_leads_somewhere() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "ops" / "runbook.md"]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"

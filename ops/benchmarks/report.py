@@ -89,6 +89,24 @@ def speedup_table(rows: Sequence[Row]) -> str:
     return table(header, cells)
 
 
+def scheduled_summary(rows: Sequence[Row]) -> str:
+    """What the scheduler costs or gains against whoever was better without it."""
+    cells: dict[tuple[str, float, int], dict[str, float]] = {}
+    for row in rows:
+        key = row["dataset"], row["temperature"], row["concurrency"]
+        cells.setdefault(key, {})[row["mode"]] = row["tokens_per_second"]
+    lines = [
+        [
+            dataset,
+            f"{temperature:g}",
+            str(concurrency),
+            f"{speeds['scheduled'] / max(speeds['plain'], speeds['fixed']):.2f}x",
+        ]
+        for (dataset, temperature, concurrency), speeds in cells.items()
+    ]
+    return table(["prompts", "temperature", "concurrency", "scheduled over the better of plain and fixed"], lines)
+
+
 def step_time_table(seconds_by_tokens: dict[str, float]) -> str:
     return table(
         ["tokens in a step", *seconds_by_tokens],
@@ -99,7 +117,7 @@ def step_time_table(seconds_by_tokens: dict[str, float]) -> str:
 def peers_table(rows: Sequence[Row]) -> str:
     cells = [
         [
-            row["backend"],
+            row["system"],
             row["dataset"],
             str(row["concurrency"]),
             f"{row['tokens_per_second']:.1f}",
@@ -121,7 +139,8 @@ def speedup_section(results: Row) -> str:
             "One step of the target, by the tokens in it:",
             step_time_table(results["step_time_seconds_by_tokens"]),
             f"A step of one token reads {limit['weight_bytes'] / 1e6:.0f} MB of weights and runs at "
-            f"{limit['fraction']:.0%} of this machine's measured read bandwidth ({limit['bytes_per_second'] / 1e9:.1f} GB/s).",
+            f"{limit['fraction']:.0%} of this machine's measured read bandwidth "
+            f"({limit['bytes_per_second'] / 1e9:.1f} GB/s).",
         ]
     )
 

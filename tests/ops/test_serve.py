@@ -1,0 +1,43 @@
+"""What `make serve` says before it starts anything."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from ops.benchmarks.report import ROOT
+from ops.serve import address, port_is_taken
+
+
+def test_the_address_is_the_files_or_serves_own() -> None:
+    assert address({"http_options": {"host": "127.0.0.1", "port": 9}}) == ("127.0.0.1", 9)
+    assert address({}) == ("127.0.0.1", 8000)
+
+
+def test_a_taken_port_and_a_wrong_key_are_said_at_once(tmp_path: Path) -> None:
+    config = yaml.safe_load((ROOT / "deployments" / "dspark_cpu.yaml").read_text())
+    arguments = config["applications"][0]["args"]
+    arguments["model_loading_config"]["model_source"] = str(model := tmp_path / "model")
+    model.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (model / name).touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config["http_options"] = {"host": "127.0.0.1", "port": taken.getsockname()[1]}
+        assert port_is_taken(*address(config))
+        result = serve(tmp_path, config)
+        assert result.returncode == 2 and "is in use" in result.stderr
+        arguments["engine_kwargs"]["dtyp"] = "float32"
+        result = serve(tmp_path, config)
+        assert result.returncode == 2 and "engine_kwargs.dtyp: unknown key" in result.stderr
+
+
+def serve(folder: Path, config: dict[str, object]) -> subprocess.CompletedProcess[str]:
+    path = folder / "serve.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return subprocess.run(
+        [sys.executable, "-m", "ops.serve", str(path)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
