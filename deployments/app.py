@@ -31,10 +31,20 @@ def build_app(config: LLMConfig) -> Application:
     engine = config.engine_kwargs
     limit = 4 * (engine.max_num_seqs + engine.max_num_waiting) + 64
     light = {"num_cpus": 0}  # HTTP and the engine share the machine's cores, as the operating system sees fit
-    hub = serve.deployment(MetricsHub).options(ray_actor_options=light, max_ongoing_requests=1024).bind()
+    quiet = {"enable_access_log": False}  # the ingress logs each request once, and the hub is called every second
+    hub = (
+        serve.deployment(MetricsHub)
+        .options(ray_actor_options=light, max_ongoing_requests=1024, logging_config=quiet)
+        .bind()
+    )
     replicas = (
         serve.deployment(Replica)
-        .options(ray_actor_options=light, max_ongoing_requests=limit, **config.deployment_config.model_dump())
+        .options(
+            ray_actor_options=light,
+            max_ongoing_requests=limit,
+            logging_config=quiet,
+            **config.deployment_config.model_dump(),
+        )
         .bind(config, hub)
     )
     ingress = serve.deployment(Ingress).options(ray_actor_options=light, max_ongoing_requests=limit)

@@ -3,7 +3,8 @@
 Knows connections, keys, statuses and how long things took; what fields mean is openai.py's, what is written back is
 responses.py's. A client that leaves takes its sequences with it.
 
-(No postponed annotations here: Serve moves the handlers to a place where FastAPI could not resolve them.)
+Serve copies the routes where `@serve.ingress` stands. So the class comes last, after all that it uses, and annotations
+are not postponed: FastAPI could not resolve them in the copy.
 """
 
 import asyncio
@@ -18,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import HTTPException
 from fastapi.responses import JSONResponse, StreamingResponse
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
+from starlette.exceptions import HTTPException
 
 from cluster.messages import DSparkError, EngineDeadError, InvalidRequestError, QueueFullError
 from cluster.metrics import CONTENT_TYPE, Exposition, ServiceMetrics
@@ -129,6 +130,13 @@ class ApiKeys:
 
 def _hash(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
+
+
+async def _closing(events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    """The events; they are closed, and with them their sequences, as soon as nobody reads on."""
+    async with contextlib.aclosing(events):
+        async for event in events:
+            yield event
 
 
 @serve.ingress(app)
@@ -259,10 +267,3 @@ class Ingress:
         while True:
             self._hub.push.remote(Exposition(name, 0, self._metrics.text()))
             await asyncio.sleep(PUSH_PERIOD_SECONDS)
-
-
-async def _closing(events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
-    """The events; they are closed, and with them their sequences, as soon as nobody reads on."""
-    async with contextlib.aclosing(events):
-        async for event in events:
-            yield event
