@@ -118,14 +118,16 @@ class ApiKeys:
             raise ValueError(f"http_config.api_keys: {place} holds no key")
 
     def check(self, request: Request) -> None:
-        """Raises HttpError 401 unless the request shows a key, or none is needed. Takes the same time for any key."""
-        if not self._hashes:
-            return
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        """Raises HttpError 401 unless the request shows a key, or none is needed."""
+        if self._hashes and not self.accepts(request.headers.get("Authorization", "")):
+            raise HttpError(401, "a valid API key is required", "authentication_error", "invalid_api_key")
+
+    def accepts(self, authorization: str) -> bool:
+        """Whether an Authorization header shows one of the keys. Takes the same time for any key."""
+        scheme, _, key = authorization.partition(" ")
         shown = _hash(key.strip())
         matches = [hmac.compare_digest(shown, known) for known in self._hashes]
-        if scheme.lower() != "bearer" or not any(matches):
-            raise HttpError(401, "a valid API key is required", "authentication_error", "invalid_api_key")
+        return scheme.lower() == "bearer" and any(matches)
 
 
 def _hash(key: str) -> bytes:

