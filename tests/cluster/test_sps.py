@@ -1,0 +1,130 @@
+"""The cost curve: monotone, refused when it says nothing, refreshed by real steps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.messages import CostCurveError
+from cluster.sps import CostCurve, DraftSample, Provenance, VerifySample
+
+HERE = Provenance(
+    model="smollm2", dtype="bfloat16", device="cpu", num_threads=2, versions="torch 2.13.0", date="2026-11-01"
+)
+MILLISECONDS = {1: 28.0, 2: 27.0, 4: 29.0, 8: 33.0, 16: 40.0, 32: 52.0, 64: 84.0}
+
+
+def verify_samples(slope: float = 0.0) -> list[VerifySample]:
+    """Three sequences' worth of contexts per batch size, as an engine would run them."""
+    return [
+        VerifySample(tokens, context * tokens, ms / 1000 + slope * context * tokens)
+        for tokens, ms in MILLISECONDS.items()
+        for context in (64, 256, 768)
+    ]
+
+
+def smollm2_curve() -> CostCurve:
+    return CostCurve.fit(verify_samples(), [DraftSample(1, 0.006), DraftSample(16, 0.015)], HERE)
+
+
+def test_the_grid_is_reproduced_and_noise_is_pooled() -> None:
+    curve = smollm2_curve()
+    assert curve.step_seconds(8, 500) == pytest.approx(0.033)
+    assert curve.step_seconds([1, 2], 500) == pytest.approx([0.0275, 0.0275])  # 28 then 27 ms: their mean
+    assert curve.step_seconds(12, 500) == pytest.approx(0.0365)
+    assert curve.step_seconds(128, 500) == pytest.approx(0.084 + 64 * 0.001)  # the last slope goes on
+    assert curve.draft_seconds(0) == 0
+    assert curve.draft_seconds(4) == pytest.approx(0.006 + 3 * 0.009 / 15)
+
+
+def test_context_has_a_price() -> None:
+    curve = CostCurve.fit(verify_samples(slope=1e-6), [], HERE)
+    assert curve.step_seconds(8, 8 * 768) - curve.step_seconds(8, 512) == pytest.approx(1e-6 * (8 * 768 - 512), rel=0.02)
+    assert curve.step_seconds(8, 512) == pytest.approx(0.033 + 512e-6, rel=0.02)
+    assert curve.draft_seconds(7) == 0
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 200), st.integers(0, 4000), st.floats(0.001, 1.0)), min_size=2, max_size=40
+    ).filter(lambda rows: len({row[0] for row in rows}) > 1)
+)
+def test_any_measurement_gives_a_curve_that_never_falls(rows: list[tuple[int, int, float]]) -> None:
+    try:
+        curve = CostCurve.fit([VerifySample(*row) for row in rows], [], HERE)
+    except CostCurveError as error:
+        assert "flat" in str(error)
+        return
+    for context in (0, 10, 1000, 9000):
+        seconds = curve.step_seconds(np.arange(1, 300), context)
+        assert (seconds > 0).all() and (np.diff(seconds) >= -1e-12).all()
+    steeper = curve.step_seconds(np.arange(1, 300), 9000) - curve.step_seconds(np.arange(1, 300), 10)
+    assert (steeper >= -1e-12).all()
+
+
+@pytest.mark.parametrize(
+    ("samples", "reason"),
+    [
+        ([], "no measurements"),
+        ([VerifySample(1, 64, 0.03)], "flat"),
+        ([VerifySample(n, 64, 0.03) for n in (1, 8, 64)], "flat"),
+        ([VerifySample(1, 64, 0.03), VerifySample(8, 64, 0.0)], "positive"),
+        ([VerifySample(1, 64, 0.03), VerifySample(8, 64, float("nan"))], "positive"),
+    ],
+)
+def test_a_curve_that_says_nothing_is_refused(samples: list[VerifySample], reason: str) -> None:
+    with pytest.raises(CostCurveError, match=reason):
+        CostCurve.fit(samples, [], HERE)
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "cache" / "curve.json"
+    curve = smollm2_curve()
+    curve.save(path)
+    again = CostCurve.load(path, replace(HERE, date="2027-01-01"))
+    sizes = np.arange(1, 100)
+    np.testing.assert_allclose(again.step_seconds(sizes, 700), curve.step_seconds(sizes, 700))
+    assert again.draft_seconds(9) == pytest.approx(curve.draft_seconds(9))
+    assert again.provenance == HERE
+
+
+def test_a_foreign_broken_or_missing_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "curve.json"
+    with pytest.raises(CostCurveError, match="no cost curve"):
+        CostCurve.load(path, HERE)
+    smollm2_curve().save(path)
+    with pytest.raises(CostCurveError, match="num_threads 2 instead of 4.*measure it again"):
+        CostCurve.load(path, replace(HERE, num_threads=4))
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "tokens": record["tokens"][:-1]}))
+    with pytest.raises(CostCurveError, match="shape"):
+        CostCurve.load(path, HERE)
+    path.write_text(json.dumps({**record, "verify": [[0.03] * len(row) for row in record["verify"]]}))
+    with pytest.raises(CostCurveError, match="flat"):
+        CostCurve.load(path, HERE)
+    path.write_text("{")
+    with pytest.raises(CostCurveError, match="not a cost curve"):
+        CostCurve.load(path, HERE)
+
+
+def test_real_steps_move_the_curve_to_where_they_are() -> None:
+    curve = smollm2_curve()
+    for _ in range(200):
+        curve = curve.observed(16, 500, 0.060)
+    assert curve.step_seconds(16, 500) == pytest.approx(0.060, rel=0.02)
+    assert curve.step_seconds(1, 500) == pytest.approx(0.0275)  # far cells keep their measurement
+    assert (np.diff(curve.step_seconds(np.arange(1, 100), 500)) >= 0).all()
+
+
+def test_one_outlier_moves_little_and_no_cell_runs_away() -> None:
+    curve = smollm2_curve()
+    assert curve.observed(8, 500, 30.0).step_seconds(8, 500) < 0.033 * 1.04
+    for _ in range(500):
+        curve = curve.observed(8, 500, 30.0)
+    assert curve.step_seconds(8, 500) <= 0.033 * 4.001
