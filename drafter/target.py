@@ -8,6 +8,7 @@ size.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,8 @@ from drafter.source import resolve_source
 Message = dict[str, str]
 Key = TypeVar("Key")
 _REFILL_SHARE = 8
-"""Rows are refilled, or dropped, when one in this many is free: prefilling several at once is cheaper than one by one."""
+"""Rows are refilled, or dropped, when one in this many is free: a prefill of several costs less than several."""
+_CLEARED_AHEAD = 64
 _PREFILL_ROWS = 4
 """Prompts in one prefill forward: enough rows for full speed, few enough to stay in the processor's cache."""
 
@@ -80,7 +82,7 @@ class RowCache:
     """Keys and values of B independent rows, preallocated: what transformers' attention layers call a cache.
 
     A step writes its tokens at each row's own positions, so rows of different lengths share a batch without padding on
-    the left, and a row is reused by starting again at position 0. Memory that no row has reached is never touched.
+    the left, and a row is reused by starting again at position 0. Memory that no row has come near is never touched.
     """
 
     def __init__(self, num_layers: int, shape_BHTC: tuple[int, int, int, int], dtype: torch.dtype) -> None:
@@ -89,10 +91,16 @@ class RowCache:
         self._rows = torch.empty(0)
         self._positions = torch.empty(0)
         self._visible = 0
+        self._cleared = 0
 
     def begin(self, rows_B: Tensor, positions_BT: Tensor, visible: int) -> None:
         """Say where the next forward writes; attention then sees the first `visible` positions (0: only the new)."""
         self._rows, self._positions, self._visible = rows_B[:, None], positions_BT, visible
+        if (reach := int(positions_BT.max()) + 1) > self._cleared:
+            # A masked value counts 0 times, which is still NaN if fresh memory happens to hold one.
+            for tensor in (*self.keys, *self.values):
+                tensor[:, :, self._cleared : reach + _CLEARED_AHEAD] = 0
+            self._cleared = reach + _CLEARED_AHEAD
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Store keys and values [B, H, T, C] and return what attention reads (transformers' interface)."""
@@ -100,13 +108,15 @@ class RowCache:
         self.values[layer][self._rows, :, self._positions] = values.transpose(1, 2)
         if not self._visible:
             return keys, values
-        return self.keys[layer][:, :, : self._visible], self.values[layer][:, :, : self._visible]
+        seen = slice(None) if len(self._rows) == len(self.keys[layer]) else self._rows[:, 0]
+        return self.keys[layer][seen, :, : self._visible], self.values[layer][seen, :, : self._visible]
 
     def keep(self, rows: list[int]) -> None:
         """Drop every row but these, in this order."""
         for tensors in (self.keys, self.values):
             for layer, tensor in enumerate(tensors):
-                tensors[layer] = tensor[rows]
+                tensors[layer] = torch.empty(len(rows), *tensor.shape[1:], dtype=tensor.dtype)
+                tensors[layer][:, :, : self._cleared] = tensor[rows, :, : self._cleared]
 
 
 @dataclass(slots=True)
@@ -144,6 +154,28 @@ class Target:
 
         Rows are padded on the RIGHT with any id: attention is causal, so padding changes nothing before it.
         """
+        with self._tapped(layer_ids) as taps:
+            hidden_BTD = self.model.base_model(token_ids_BT, use_cache=False).last_hidden_state
+        return torch.cat([taps[layer_id] for layer_id in layer_ids], dim=-1), hidden_BTD
+
+    @torch.inference_mode()
+    def cached_features(
+        self, tokens: Tensor, positions: Tensor, cache: RowCache, rows: Tensor, layer_ids: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """`features` of tokens [B, S] at increasing positions [B, S] of the cache's `rows` [B]; it is extended by them.
+
+        A token sees its row's cache up to itself, so writing a position again takes back what stood there and after.
+        """
+        visible = int(positions.max()) + 1
+        cache.begin(rows, positions, visible)
+        mask = (torch.arange(visible) <= positions[..., None])[:, None]
+        with self._tapped(layer_ids) as taps:
+            hidden_BSD = self._forward(tokens, positions, mask, cache)
+        return torch.cat([taps[layer_id] for layer_id in layer_ids], dim=-1), hidden_BSD
+
+    @contextlib.contextmanager
+    def _tapped(self, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """The outputs of these layers, by layer, of the forward inside the block."""
         taps: dict[int, Tensor] = {}
 
         def tap(layer_id: int) -> Callable[[nn.Module, object, Tensor], None]:
@@ -152,11 +184,10 @@ class Target:
         layers = self.model.base_model.layers
         hooks = [layers[layer_id].register_forward_hook(tap(layer_id)) for layer_id in layer_ids]
         try:
-            hidden_BTD = self.model.base_model(token_ids_BT, use_cache=False).last_hidden_state
+            yield taps
         finally:
             for hook in hooks:
                 hook.remove()
-        return torch.cat([taps[layer_id] for layer_id in layer_ids], dim=-1), hidden_BTD
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -183,7 +214,7 @@ class Target:
         prompts run out, the batch shrinks. Temperature 0 takes the most likely token.
         """
         rows: list[_Row[Key] | None] = [None] * batch_size
-        cache = self._cache(batch_size, max_length)
+        cache = self.row_cache(batch_size, max_length)
         while True:
             free = [slot for slot, row in enumerate(rows) if row is None]
             if len(free) * _REFILL_SHARE >= len(rows):
@@ -201,7 +232,8 @@ class Target:
                     rows[slot] = None
                     yield row.key, row.token_ids
 
-    def _cache(self, batch_size: int, max_length: int) -> RowCache:
+    def row_cache(self, batch_size: int, max_length: int) -> RowCache:
+        """An empty cache for `batch_size` rows of up to `max_length` tokens."""
         config = self.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (batch_size, config.num_key_value_heads, max_length, head_dim)
