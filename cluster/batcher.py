@@ -30,8 +30,8 @@ class Sequence:
     """Leading tokens whose keys and values (and draft context) are in the cache."""
     block_ids: list[int] = field(default_factory=list)
     num_published_blocks: int = 0
-    survival: tuple[float, ...] = ()
-    """From its latest draft; empty before the first."""
+    confidences: list[float] = field(default_factory=list)
+    """The last known confidence of each slot of a block; 1 for one never drafted, so that it gets its first chance."""
     num_rounds: int = 0
     num_drafted: int = 0
     num_verified: int = 0
@@ -142,6 +142,7 @@ class Batcher:
         return in_flight < self._config.max_num_seqs + self._config.max_num_waiting
 
     def add(self, sequence: Sequence) -> None:
+        sequence.confidences = [1.0] * self._max_drafts
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:

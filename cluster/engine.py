@@ -10,6 +10,8 @@ drafted token can influence how many drafts are verified: that keeps the output'
 
 from __future__ import annotations
 
+import itertools
+import operator
 import secrets
 import threading
 import time
@@ -48,6 +50,7 @@ UNLIMITED = BudgetLease(cap=2**31)
 PLAIN = BudgetLease(cap=0)
 PROBE_EVERY_STEPS = 64
 """A step that skips drafting learns nothing about drafts: after so many in a row, one drafts to look again."""
+REFRESH_EVERY_STEPS = 8
 REPORT_AGE_STEPS = 2
 """The budget may only use confidences that are at least so old (dspark.md section 5)."""
 
@@ -80,6 +83,7 @@ class Engine:
         self._finish_times: deque[float] = deque(maxlen=32)
         self._num_steps = 0
         self._num_steps_undrafted = 0
+        self._last_lease = UNLIMITED
 
     # --- requests ---
 
@@ -138,13 +142,17 @@ class Engine:
         self._admit(plan, lease)
         num_tokens = sum(len(chunk.rows) for chunk in plan.chunks)
         context_tokens = sum(chunk.sequence.num_computed + len(chunk.rows) for chunk in plan.chunks)
-        outcomes, forward = self._verify(plan, draft)
-        token_events, rounds = self._commit(plan, outcomes, forward)
-        events += token_events
+        num_drafted = sum(1 for chunk in plan.chunks if chunk.proposed)
+        predicted_seconds = self._predict(num_tokens, context_tokens, num_drafted)
+        rounds: list[VerifyRound] = []
+        if plan.chunks:  # else all that was left has been aborted
+            outcomes, forward = self._verify(plan, draft)
+            token_events, rounds = self._commit(plan, outcomes, forward)
+            events += token_events
         report = self._report(plan, context_tokens, drafted=draft is not None)
         self._reports.append(report)
         self._num_steps += 1
-        return StepResult(
+        result = StepResult(
             step=report.step,
             events=tuple(events),
             report=report,
@@ -155,13 +163,15 @@ class Engine:
             rounds=tuple(rounds),
             mode=mode,
             cap=plan.max_drafts,
-            predicted_seconds=self._predict(plan, num_tokens, context_tokens),
+            predicted_seconds=predicted_seconds,
             num_running=self.num_running,
             num_free_kv_blocks=self._pool.num_free,
             num_preempted=plan.num_preempted,
             num_prompt_tokens=plan.num_prompt_tokens,
             num_cached_prompt_tokens=plan.num_cached_prompt_tokens,
         )
+        self._refresh(result)
+        return result
 
     def _receive(self) -> list[TokenEvent]:
         """Take in what was added and aborted since the last step."""
@@ -190,10 +200,10 @@ class Engine:
             sampler=verifier.draft_sampler(sequences, self._shard.target_ids, self._num_steps),
             num_slots=max(chunk.max_drafts for chunk in chunks),
         )
-        tokens, survivals = draft.tokens.tolist(), draft.confidences.cumprod(dim=1).tolist()
-        for chunk, proposed, survival in zip(chunks, tokens, survivals, strict=True):
+        tokens, confidences = draft.tokens.tolist(), draft.confidences.tolist()
+        for chunk, proposed, confidence in zip(chunks, tokens, confidences, strict=True):
             chunk.proposed = proposed[: chunk.max_drafts]
-            chunk.sequence.survival = tuple(survival[: chunk.max_drafts])
+            chunk.sequence.confidences[: len(confidence)] = confidence
         return draft
 
     def _admit(self, plan: Plan, lease: BudgetLease) -> None:
@@ -201,7 +211,7 @@ class Engine:
         chunks = [chunk for chunk in plan.chunks if chunk.proposed]
         limits = [len(chunk.proposed) for chunk in chunks]
         if sum(limits) > plan.max_drafts or lease.price > 0:
-            survivals = [chunk.sequence.survival for chunk in chunks]
+            survivals = [survival(chunk.sequence.confidences) for chunk in chunks]
             limits = budget.admit(survivals, limits, replace(lease, cap=plan.max_drafts))
         for chunk, length in zip(chunks, limits, strict=True):
             chunk.num_admitted = length
@@ -278,34 +288,49 @@ class Engine:
             return PLAIN, "plain"
         if self._config.speculation == "fixed" or self._curve is None:
             return UNLIMITED, "fixed"
-        if len(self._reports) < REPORT_AGE_STEPS or budget.everything_admitted(self._reports[0], self._curve):
+        if len(self._reports) < REPORT_AGE_STEPS:
             return UNLIMITED, "bypass"
-        lease = budget.allocate(self._reports[0], self._curve)
+        report = self._reports[0]
+        known = {load.request_id for load in report.requests}
+        arrivals = [self._batcher.draft_limit(s) for s in self._batcher.running if s.request_id not in known]
+        if budget.everything_admitted(report, self._curve, arrivals):
+            self._last_lease = UNLIMITED
+            return UNLIMITED, "bypass"
+        self._last_lease = lease = budget.allocate(
+            report,
+            self._curve,
+            max_draft_tokens=self._config.max_num_batched_tokens,
+            arrivals=arrivals,
+            previous=self._last_lease,
+        )
         if lease.cap == 0 and self._num_steps_undrafted >= PROBE_EVERY_STEPS:
-            return UNLIMITED, "local"
+            return BudgetLease(cap=max(self.max_drafts, self.num_running)), "local"
         return lease, "local"
 
     def _report(self, plan: Plan, context_tokens: int, drafted: bool) -> LoadReport:
         return LoadReport(
             step=self._num_steps,
-            requests=tuple(RequestLoad(s.request_id, self._survival(s)) for s in self._batcher.running),
+            requests=tuple(
+                RequestLoad(s.request_id, tuple(survival(s.confidences[: self._batcher.draft_limit(s)])))
+                for s in self._batcher.running
+            ),
             num_prefill_tokens=plan.num_prefill_tokens,
             context_tokens=context_tokens,
             num_waiting=self.num_waiting,
             drafted=drafted,
         )
 
-    def _survival(self, sequence: Sequence) -> tuple[float, ...]:
-        """The last known survivals; certain success for a sequence never drafted, so that it gets its first chance."""
-        limit = self._batcher.draft_limit(sequence)
-        return sequence.survival[:limit] if sequence.survival else (1.0,) * limit
-
-    def _predict(self, plan: Plan, num_tokens: int, context_tokens: int) -> float | None:
+    def _predict(self, num_tokens: int, context_tokens: int, num_drafted: int) -> float | None:
         if self._curve is None or not num_tokens:
             return None
-        num_drafted = sum(1 for chunk in plan.chunks if chunk.proposed)
-        draft_seconds = self._curve.draft_seconds(num_drafted) if num_drafted else 0.0
-        return float(self._curve.step_seconds(num_tokens, context_tokens) + draft_seconds)
+        verify_seconds = float(self._curve.step_seconds(num_tokens, context_tokens))
+        return verify_seconds + self._curve.draft_seconds(num_drafted)
+
+    def _refresh(self, result: StepResult) -> None:
+        """The curve follows the machine: every few steps it learns from the one just done."""
+        if self._curve is not None and result.num_tokens and result.step % REFRESH_EVERY_STEPS == 0:
+            seconds = result.seconds - result.draft_seconds
+            self._curve = self._curve.observed(result.num_tokens, result.report.context_tokens, seconds)
 
     def _retry_after_seconds(self) -> float:
         """When the next place should be free: the mean time between the latest finishes."""
@@ -325,6 +350,11 @@ class Engine:
         ):
             if token_ids and not 0 <= min(token_ids) <= max(token_ids) < size:
                 raise InvalidRequestError(name, f"token ids must lie in 0..{size - 1}")
+
+
+def survival(confidences: list[float]) -> list[float]:
+    """Confidences of consecutive slots -> probability that the prefix through each passes (their running product)."""
+    return list(itertools.accumulate(confidences, operator.mul))
 
 
 def _max_drafts(config: EngineConfig, block_size: int) -> int:

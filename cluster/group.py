@@ -21,6 +21,8 @@ from cluster.config import EngineConfig
 from cluster.engine import Engine
 from cluster.messages import EngineDeadError, EngineHealth, Request, TokenEvent
 from cluster.metrics import EngineMetrics
+from cluster.profiler import cost_curve
+from cluster.shard import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +116,7 @@ class EngineActor:
         """The step thread."""
         try:
             torch.set_num_threads(self._config.num_threads)
-            engine = Engine.load(self._config)
+            engine = load_engine(self._config)
             self._metrics = EngineMetrics(self._config.num_kv_blocks, engine.max_drafts)
             self._engine.set_result(engine)
             while True:
@@ -149,6 +151,13 @@ class EngineActor:
             pollers = tuple(self._pollers)
         for loop, event in pollers:
             loop.call_soon_threadsafe(event.set)
+
+
+def load_engine(config: EngineConfig) -> Engine:
+    """The engine that the settings describe, its cost curve measured where one is needed. ValueError says what not."""
+    shard = Shard.load(config)
+    scheduled = config.speculation == "scheduled" and shard.drafter is not None
+    return Engine(config, shard, cost_curve(config, shard) if scheduled else None)
 
 
 def start_engine(config: EngineConfig, model_name: str) -> Any:

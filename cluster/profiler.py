@@ -1,0 +1,136 @@
+"""Measures at start-up what a step costs: real steps of a real engine over a grid of sequences, drafts and contexts.
+
+Knows how to make an engine run chosen steps and where the curve is kept; the curve itself is cluster/sps.py.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import logging
+import os
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from cluster.config import EngineConfig
+from cluster.engine import Engine
+from cluster.messages import CostCurveError, Request, SamplingParams, StepResult
+from cluster.shard import Shard
+from cluster.sps import CostCurve, DraftSample, Provenance, VerifySample
+from drafter.source import models_folder
+
+logger = logging.getLogger(__name__)
+
+NUM_SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = (64, 768)
+"""Tokens of each sequence."""
+REPEATS = 3
+SECONDS_PER_CONTEXT = 5.0
+"""Wider steps are left out once this is spent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One kind of step: each of `num_sequences` decodes and verifies `num_drafts` tokens."""
+
+    num_sequences: int
+    num_drafts: int
+
+
+def cost_curve(config: EngineConfig, shard: Shard) -> CostCurve:
+    """The curve kept for just this engine and machine, or a new one, measured now (about ten seconds) and kept.
+
+    Raises CostCurveError when the measurement is flat.
+    """
+    provenance = _provenance(config, shard)
+    path = _path(config, provenance)
+    try:
+        return CostCurve.load(path, provenance)
+    except CostCurveError as error:
+        logger.info("measuring the cost curve: %s", error)
+    steps = measure(shard, config)
+    curve = CostCurve.fit(
+        [VerifySample(s.num_tokens, s.report.context_tokens, s.seconds - s.draft_seconds) for s in steps],
+        [DraftSample(len(s.rounds), s.draft_seconds) for s in steps if s.report.drafted],
+        provenance,
+    )
+    curve.save(path)
+    return curve
+
+
+def _provenance(config: EngineConfig, shard: Shard) -> Provenance:
+    try:
+        own = version("dspark-serve")
+    except PackageNotFoundError:  # run from a source tree
+        own = "source"
+    return Provenance(
+        model=f"{config.model_source} with drafter {config.drafter_source}",
+        dtype=config.dtype,
+        device=f"{shard.decoder.device} {torch.backends.cpu.get_cpu_capability()} x {os.cpu_count()}",
+        num_threads=config.num_threads,
+        versions=f"torch {torch.__version__}, dspark-serve {own}",
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def _path(config: EngineConfig, provenance: Provenance) -> Path:
+    if config.cost_curve_path is not None:
+        return Path(config.cost_curve_path).expanduser()
+    facts = (provenance.model, provenance.dtype, provenance.device, provenance.num_threads, provenance.versions)
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    return models_folder().parent / "cost-curves" / f"{digest}.json"
+
+
+def measure(shard: Shard, config: EngineConfig) -> list[StepResult]:
+    """The fastest of a few real steps of each kind, narrow kinds first. Overwrites the shard's pages."""
+    settings = config.model_copy(
+        update={"speculation": "fixed", "num_speculative_tokens": None, "enable_prefix_caching": True}
+    )
+    num_tokens = (shard.num_draft_slots + 1) * (REPEATS + 2)
+    longest = config.max_model_len - num_tokens
+    results: list[StepResult] = []
+    for context in sorted({min(context, longest) for context in CONTEXTS}):
+        engine = Engine(settings, shard, None)
+        # A block's last token is computed, the blocks before it are shared: all sequences see the same pages.
+        length = (context - 1) // config.kv_block_size * config.kv_block_size + 1
+        prompt = tuple(i * 7919 % shard.vocab_size for i in range(length))
+        started = time.perf_counter()
+        _decode(engine, prompt, Cell(1, 0), num_tokens)
+        for cell in _cells(config, shard.num_draft_slots):
+            steps = _decode(engine, prompt, cell, num_tokens)
+            if steps:
+                results.append(min(steps, key=lambda step: step.seconds))
+            if time.perf_counter() - started > SECONDS_PER_CONTEXT:
+                break
+    return results
+
+
+def _cells(config: EngineConfig, block_size: int) -> list[Cell]:
+    """What fits the row budget, by rows."""
+    cells = [
+        Cell(num_sequences, num_drafts)
+        for num_sequences in NUM_SEQUENCES
+        for num_drafts in {0, block_size // 2, block_size}
+        if num_sequences <= config.max_num_seqs
+        and num_sequences * (1 + num_drafts) <= config.max_num_batched_tokens
+    ]
+    return sorted(cells, key=lambda cell: (cell.num_sequences * (1 + cell.num_drafts), cell.num_sequences))
+
+
+def _decode(engine: Engine, prompt: tuple[int, ...], cell: Cell, num_tokens: int) -> list[StepResult]:
+    """Steps in which all of the cell's sequences decode; [] when the pool can't hold them."""
+    sampling = SamplingParams(max_tokens=num_tokens, max_draft_tokens=cell.num_drafts)
+    for index in range(cell.num_sequences):
+        engine.add(Request(request_id=str(index), prompt_token_ids=prompt, sampling=sampling))
+    while engine.step().report.num_prefill_tokens:
+        pass
+    steps = [engine.step() for _ in range(REPEATS)]
+    for request_id in engine.request_ids():
+        engine.abort(request_id)
+    while engine.has_work:
+        engine.step()
+    return [step for step in steps if len(step.rounds) == cell.num_sequences]
