@@ -31,7 +31,7 @@ def _median_seconds(action: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def step_seconds(decoder: Decoder, num_tokens: int, repeats: int = 15) -> float:
+def step_seconds(decoder: Decoder, num_tokens: int, repeats: int) -> float:
     """Median time of the target: forward and logits for `num_tokens` rows of one sequence, 200 tokens before them."""
     num_blocks = -(-(CONTEXT_TOKENS + num_tokens) // BLOCK_SIZE)
     kv = decoder.make_kv(num_blocks, BLOCK_SIZE)
@@ -45,9 +45,9 @@ def step_seconds(decoder: Decoder, num_tokens: int, repeats: int = 15) -> float:
     return _median_seconds(step, repeats)
 
 
-def step_seconds_by_tokens(decoder: Decoder) -> dict[str, float]:
-    """The curve that says how much of a longer step is free."""
-    return {str(num_tokens): step_seconds(decoder, num_tokens) for num_tokens in STEP_TOKENS}
+def step_seconds_by_tokens(decoder: Decoder, repeats: int) -> dict[str, float]:
+    """The curve that says how much of a longer step is free: tokens -> median seconds of `repeats` steps."""
+    return {str(num_tokens): step_seconds(decoder, num_tokens, repeats) for num_tokens in STEP_TOKENS}
 
 
 def read_bytes_per_second() -> float:

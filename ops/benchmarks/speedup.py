@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> report.Row:
         load_datasets(options.prompts, folder), options.temperature, options.concurrency, options.num_prompts
     )
     bench = Bench.load(config)
-    step_times = machine.step_seconds_by_tokens(bench.decoder)
+    step_times = machine.step_seconds_by_tokens(bench.decoder, repeats=5 if options.quick else 25)
     limit = memory_bandwidth_limit(config, bench, step_times["1"])
     rows = []
     with tqdm(total=len(MODES) * sum(len(cell.batches) for cell in cells), unit="batch") as bar:
