@@ -1,8 +1,6 @@
 """Files of prompts and responses, and the batches that training reads.
 
-Knows JSON lines, shuffling, padding and the draft vocabulary; knows nothing of models.
-
-Shape letters: B rows of a batch, T tokens.
+Knows JSON lines, shuffling and the draft vocabulary; knows nothing of models.
 """
 
 from __future__ import annotations
@@ -137,60 +135,22 @@ def _parse_response(entry: dict[str, object]) -> Response:
     return response
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Padded conversations."""
+def epoch_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
+    """Which rows make each batch of an epoch: every row once, the last batch may be smaller.
 
-    token_ids: Tensor
-    """[B, T] int64, padded on the right with 0."""
-    response_mask: Tensor
-    """[B, T] bool: tokens that the target wrote."""
-    lengths: Tensor
-    """[B] int64."""
-
-
-def batches(
-    responses: Sequence[Response], batch_size: int, seed: int, start: int = 0, max_length: int | None = None
-) -> Iterator[tuple[int, Batch]]:
-    """Endless (step, batch) from step `start` on; the same arguments always give the same batch at the same step.
-
-    Every epoch sees each response once, in batches of similar length (shuffled, sorted by length within pools of 32
-    batches, and the batches shuffled again); an incomplete last batch is kept. Longer conversations are cut.
+    Deterministic, so that resuming needs only a step number. Batches hold rows of similar length: shuffled, sorted by
+    length within pools of 32 batches, and the batches shuffled again.
     """
-    if not responses:
+    if not lengths:
         raise ValueError("there are no responses to train on")
-    per_epoch = -(-len(responses) // batch_size)
-    step = start
-    while True:
-        order = _epoch_order(
-            [len(r.token_ids) for r in responses], batch_size, random.Random(f"{seed} {step // per_epoch}")
-        )
-        for rows in order[step % per_epoch :]:
-            yield step, pad([responses[row] for row in rows], max_length)
-            step += 1
-
-
-def _epoch_order(lengths: list[int], batch_size: int, dice: random.Random) -> list[list[int]]:
+    dice = random.Random(f"{seed} {epoch}")
     shuffled = dice.sample(range(len(lengths)), len(lengths))
-    groups: list[list[int]] = []
+    batches: list[list[int]] = []
     for pool_start in range(0, len(shuffled), 32 * batch_size):
         pool = sorted(shuffled[pool_start : pool_start + 32 * batch_size], key=lengths.__getitem__)
-        groups += [pool[i : i + batch_size] for i in range(0, len(pool), batch_size)]
-    dice.shuffle(groups)
-    return groups
-
-
-def pad(responses: Sequence[Response], max_length: int | None = None) -> Batch:
-    """One batch of these responses, each cut after `max_length` tokens."""
-    lengths = torch.tensor([min(len(r.token_ids), max_length or len(r.token_ids)) for r in responses])
-    token_ids = torch.zeros(len(responses), int(lengths.max()), dtype=torch.int64)
-    mask = torch.zeros_like(token_ids, dtype=torch.bool)
-    for row, response in enumerate(responses):
-        length = int(lengths[row])
-        token_ids[row, :length] = torch.tensor(response.token_ids[:length])
-        for start, end in response.response_spans:
-            mask[row, start : min(end, length)] = True
-    return Batch(token_ids, mask, lengths)
+        batches += [pool[i : i + batch_size] for i in range(0, len(pool), batch_size)]
+    dice.shuffle(batches)
+    return batches
 
 
 def draft_vocabulary(responses: Iterable[Response], size: int, always: Sequence[int] = ()) -> tuple[Tensor, float]:

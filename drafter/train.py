@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from drafter.checkpoint import save_checkpoint
 from drafter.config import DrafterConfig, TrainConfig, default_target_layer_ids
-from drafter.data import Response, draft_vocabulary, provenance, read_responses, write_json
+from drafter.data import Response, draft_vocabulary, epoch_batches, provenance, read_responses, write_json
 from drafter.dspark import DSpark
 from drafter.losses import Coefficients, confidence_loss, distribution_loss
 from drafter.target import Target
@@ -251,14 +251,17 @@ class Trainer:
         self.rates = [config.muon_learning_rate, config.learning_rate]
         self.slots = 0
         self.step = 0
+        self._epoch = -1
+        self._batches: list[list[int]] = []
 
     def indices(self) -> list[int]:
-        """The sequences of the current step: a seeded permutation per epoch."""
-        size = self.config.sequences_per_step
-        per_epoch = max(1, len(self.responses) // size)
-        epoch, batch = divmod(self.step, per_epoch)
-        order = torch.randperm(len(self.responses), generator=torch.Generator().manual_seed(self.config.seed + epoch))
-        return order[batch * size : (batch + 1) * size].tolist()
+        """The sequences of the current step."""
+        epoch, batch = divmod(self.step, -(-len(self.responses) // self.config.sequences_per_step))
+        if self._epoch != epoch:
+            lengths = [len(response.token_ids) for response in self.responses]
+            self._batches = epoch_batches(lengths, self.config.sequences_per_step, self.config.seed, epoch)
+            self._epoch = epoch
+        return self._batches[batch]
 
     def train_step(self) -> StepSummary:
         config = self.config

@@ -12,9 +12,8 @@ import torch
 from drafter.data import (
     Prompt,
     Response,
-    batches,
     draft_vocabulary,
-    pad,
+    epoch_batches,
     prompt_stream,
     read_prompts,
     read_responses,
@@ -67,31 +66,20 @@ def test_every_prefix_of_the_stream_mixes_domains_by_the_root_of_their_size() ->
     assert drawn != list(itertools.islice(prompt_stream(prompts, seed=4), 400))
 
 
-def test_batches_see_everything_once_an_epoch_and_resume_anywhere() -> None:
-    responses = responses_of_lengths(*range(3, 40))
-    per_epoch = -(-len(responses) // 4)
-    epoch = list(itertools.islice(batches(responses, 4, seed=0), 2 * per_epoch))
-    for half in (epoch[:per_epoch], epoch[per_epoch:]):
-        assert sorted(int(n) for _, batch in half for n in batch.lengths) == list(range(3, 40))
-    first, second = ([batch.lengths.tolist() for _, batch in half] for half in (epoch[:per_epoch], epoch[per_epoch:]))
+def test_batches_see_everything_once_an_epoch() -> None:
+    lengths = list(range(3, 40))
+    first, second = (epoch_batches(lengths, 4, seed=0, epoch=epoch) for epoch in (0, 1))
+    for batches in (first, second):
+        assert sorted(row for batch in batches for row in batch) == list(range(37))
     assert first != second, "epochs differ in order"
-    for start in (1, per_epoch - 1, per_epoch + 2):
-        step, batch = next(batches(responses, 4, seed=0, start=start))
-        assert step == start
-        assert torch.equal(batch.token_ids, epoch[start][1].token_ids)
+    assert first == epoch_batches(lengths, 4, seed=0, epoch=0)
+    assert first != epoch_batches(lengths, 4, seed=1, epoch=0)
 
 
 def test_batches_waste_little_padding() -> None:
-    responses = responses_of_lengths(*range(3, 203))
-    padded = sum(b.token_ids.numel() for _, b in itertools.islice(batches(responses, 8, seed=0), 25))
-    assert padded < 1.1 * sum(len(response.token_ids) for response in responses)
-
-
-def test_padding_masks_and_cutting() -> None:
-    batch = pad([Response((9, 8, 7, 6, 5), ((1, 2), (3, 5))), Response((4, 3), ((1, 2),))], max_length=4)
-    assert batch.token_ids.tolist() == [[9, 8, 7, 6], [4, 3, 0, 0]]
-    assert batch.response_mask.tolist() == [[False, True, False, True], [False, True, False, False]]
-    assert batch.lengths.tolist() == [4, 2]
+    lengths = list(range(3, 203))
+    padded = sum(8 * max(lengths[row] for row in batch) for batch in epoch_batches(lengths, 8, seed=0, epoch=0))
+    assert padded < 1.1 * sum(lengths)
 
 
 def test_draft_vocabulary_counts_response_tokens_only_and_keeps_the_end_token() -> None:
