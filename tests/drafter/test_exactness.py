@@ -213,7 +213,7 @@ def population(num_requests: int, *, coupled: bool | None) -> tuple[Tensor, Tens
 @pytest.mark.parametrize("target_ids", [FULL, REDUCED], ids=["full", "reduced"])
 @pytest.mark.parametrize("coupled", [False, True, None], ids=["rejection", "coupled", "mixed"])
 def test_emitted_runs_follow_the_target(coupled: bool | None, target_ids: Tensor) -> None:
-    kinds, modes = population(48_000, coupled=coupled)
+    kinds, modes = population(36_000, coupled=coupled)
     run = decode(
         kinds, modes, draft_chain=0.8 * TARGET[:, target_ids] + 0.4 * chain(2, len(target_ids)), target_ids=target_ids
     )
@@ -223,7 +223,7 @@ def test_emitted_runs_follow_the_target(coupled: bool | None, target_ids: Tensor
 
 
 def test_a_hopeless_draft_changes_nothing() -> None:
-    kinds, modes = population(48_000, coupled=None)
+    kinds, modes = population(36_000, coupled=None)
     run = decode(kinds, modes, draft_chain=-TARGET)
     assert run.num_rows >= 200_000
     assert min(p_values(run, kinds)) > 1e-3
@@ -237,7 +237,7 @@ def test_control_a_wrong_draft_distribution_is_detected() -> None:
         wrong = wrong / wrong.sum(-1, keepdim=True)
         return Draft(draft.tokens, draft.draft_ids, wrong, draft.confidences)
 
-    kinds, modes = population(48_000, coupled=False)
+    kinds, modes = population(36_000, coupled=False)
     run = decode(kinds, modes, draft_chain=chain(2), told=sharpened)
     sampled = p_values(run, kinds)[:-1]  # greedy verification doesn't depend on p_d
     assert max(sampled) < 1e-6

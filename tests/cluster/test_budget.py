@@ -1,0 +1,192 @@
+"""The budget: the global optimum of a jagged curve, admitted by rank, causal by construction."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cluster.budget import MIN_GAIN, admit, algorithm_1, allocate, everything_admitted
+from cluster.messages import BudgetLease, LoadReport, RequestLoad
+from cluster.sps import CostCurve, DraftSample, Provenance, VerifySample
+
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
+HERE = Provenance(model="m", dtype="bfloat16", device="cpu", num_threads=2, versions="", date="")
+survivals = st.lists(st.floats(0, 1), max_size=4).map(lambda c: tuple(np.cumprod(c).tolist()))
+batches = st.lists(survivals, min_size=1, max_size=4)
+
+
+def curve_of(milliseconds: list[float], draft_ms: float = 0.0) -> CostCurve:
+    """One entry per batch size from 1 on."""
+    drafts = [DraftSample(1, draft_ms / 1000)] if draft_ms else []
+    samples = [VerifySample(n + 1, 0, ms / 1000) for n, ms in enumerate(milliseconds)]
+    return CostCurve.fit(samples, drafts, HERE)
+
+
+def report_of(batch: list[tuple[float, ...]], prefill: int = 0) -> LoadReport:
+    requests = tuple(RequestLoad(str(r), slots) for r, slots in enumerate(batch))
+    return LoadReport(
+        step=0, requests=requests, num_prefill_tokens=prefill, context_tokens=0, num_waiting=0, drafted=True
+    )
+
+
+@st.composite
+def jagged_curves(draw: st.DrawFn) -> CostCurve:
+    """Stairs of random widths and heights, and a draft that may cost a lot or nothing."""
+    steps = draw(st.lists(st.sampled_from([0.0, 0.0, 0.01, 1.0, 5.0, 30.0]), min_size=30, max_size=30))
+    steps[-1] += 10.0  # never flat
+    return curve_of((20.0 + np.cumsum(steps)).tolist(), draw(st.sampled_from([0.0, 2.0, 15.0])))
+
+
+def rate_of(batch: list[tuple[float, ...]], lengths: tuple[int, ...], curve: CostCurve, prefill: int) -> float:
+    """Expected tokens per second of one choice of lengths, from the definition."""
+    expected = len(batch) + sum(sum(slots[:n]) for slots, n in zip(batch, lengths, strict=True))
+    seconds = float(curve.step_seconds(len(batch) + prefill + sum(lengths), 0))
+    return expected / (seconds + (curve.draft_seconds(len(batch)) if sum(lengths) else 0.0))
+
+
+@UNTIMED
+@given(batches, jagged_curves(), st.integers(0, 8))
+def test_allocate_and_admit_reach_the_brute_force_optimum(
+    batch: list[tuple[float, ...]], curve: CostCurve, prefill: int
+) -> None:
+    choices = product(*[range(len(slots) + 1) for slots in batch])
+    best = max(rate_of(batch, lengths, curve, prefill) for lengths in choices)
+    lease = allocate(report_of(batch, prefill), curve, min_gain=0.0)
+    padded = [[*slots, *[0.0] * (4 - len(slots))] for slots in batch]
+    lengths = admit(padded, [len(slots) for slots in batch], lease)
+    assert rate_of(batch, tuple(lengths), curve, prefill) == pytest.approx(best, rel=1e-9)
+
+
+@UNTIMED
+@given(batches, jagged_curves(), st.integers(0, 12), st.integers(0, 12))
+def test_a_lease_respects_its_limits_and_is_kept_unless_much_is_gained(
+    batch: list[tuple[float, ...]], curve: CostCurve, most: int, before: int
+) -> None:
+    report = report_of(batch)
+    lease = allocate(report, curve, max_draft_tokens=most, previous=BudgetLease(cap=before, epoch=6))
+    slots = sum(map(len, batch))
+    assert 0 <= lease.cap <= min(most, slots) and lease.epoch == 7 and lease.price >= 0
+    again = allocate(report, curve, max_draft_tokens=most, previous=lease)
+    assert again.cap == lease.cap  # the same report never moves it twice
+    if lease.cap != min(before, most, slots):
+        ranked = sorted((a for request in batch for a in request), reverse=True)
+
+        def rate(cap: int) -> float:
+            seconds = float(curve.step_seconds(len(batch) + cap, 0)) + (curve.draft_seconds(len(batch)) if cap else 0)
+            return (len(batch) + sum(ranked[:cap])) / seconds
+
+        assert rate(lease.cap) > rate(min(before, most, slots)) * (1 + MIN_GAIN) * (1 - 1e-9)
+
+
+def test_noise_in_the_survivals_does_not_make_the_batch_size_flap() -> None:
+    curve = curve_of([20.0 + 0.5 * n for n in range(64)], draft_ms=3.0)
+    generator = np.random.default_rng(0)
+    caps, free = set(), set()
+    lease = None
+    for _ in range(50):
+        batch = [tuple(np.cumprod(np.clip(0.75 + 0.02 * generator.normal(size=7), 0, 1)).tolist()) for _ in range(4)]
+        lease = allocate(report_of(batch), curve, previous=lease)
+        caps.add(lease.cap)
+        free.add(allocate(report_of(batch), curve, min_gain=0.0).cap)
+    assert len(caps) <= 2 < len(free)
+
+
+def test_a_draft_pass_that_costs_more_than_it_returns_is_skipped() -> None:
+    batch = [(0.5, 0.3)]
+    assert allocate(report_of(batch), curve_of([20.0, 20.5, 21.0, 22.0])).cap == 2
+    assert allocate(report_of(batch), curve_of([20.0, 20.5, 21.0, 22.0], draft_ms=30.0)).cap == 0
+
+
+def test_the_search_looks_behind_a_step_that_is_not_worth_it() -> None:
+    """The stair from 2 to 3 rows costs more than one draft returns, but once climbed it carries four."""
+    curve = curve_of([10.0, 10.0, 15.0, 15.0, 15.0, 15.0, 40.0])
+    batch = [(0.95, 0.9, 0.85, 0.8, 0.75, 0.7)]
+    assert allocate(report_of(batch), curve).cap == 5
+    lengths = algorithm_1(batch, lambda n: 1 / float(curve.step_seconds(n, 0)))
+    assert lengths == [1]  # the early stop can't see it
+
+
+def test_requests_without_confidences_are_drafted_in_full() -> None:
+    curve = curve_of([20.0 + 0.1 * n for n in range(64)])
+    poor = report_of([(0.01, 0.001)] * 2)
+    assert allocate(poor, curve, arrivals=[7, 7]).cap >= 14 > allocate(poor, curve).cap
+
+
+def test_load_lowers_the_budget_per_request() -> None:
+    """Figure 8's shape: full blocks when alone, less and less towards saturation."""
+    curve = curve_of([28.0 + 0.2 * min(n, 8) + 1.5 * max(n - 8, 0) for n in range(600)], draft_ms=4.0)
+    request = tuple(np.cumprod([0.8] * 7).tolist())
+    per_request = [allocate(report_of([request] * n), curve).cap / n for n in (1, 4, 16, 64)]
+    assert per_request[0] >= 6
+    assert per_request == sorted(per_request, reverse=True) and per_request[-1] < per_request[0] / 2
+
+
+@UNTIMED
+@given(batches, jagged_curves(), st.integers(0, 8))
+def test_the_bypass_never_contradicts_the_search(
+    batch: list[tuple[float, ...]], curve: CostCurve, prefill: int
+) -> None:
+    if everything_admitted(report_of(batch, prefill), curve):
+        choices = product(*[range(len(slots) + 1) for slots in batch])
+        everything = rate_of(batch, tuple(map(len, batch)), curve, prefill)
+        assert everything >= max(rate_of(batch, lengths, curve, prefill) for lengths in choices) * (1 - 1e-9)
+
+
+def test_the_bypass_is_taken_at_low_load_only() -> None:
+    curve = curve_of([28.0 + 0.1 * min(n, 8) + 1.5 * max(n - 8, 0) for n in range(200)], draft_ms=2.0)
+    request = tuple(np.cumprod([0.8] * 7).tolist())
+    assert everything_admitted(report_of([request]), curve)
+    assert not everything_admitted(report_of([request] * 16), curve)
+
+
+# --- admit ---
+
+blocks = st.integers(1, 6).flatmap(
+    lambda r: st.lists(
+        st.lists(st.sampled_from([1.0, 0.9, 0.9, 0.5, 0.1, 0.0]), min_size=5, max_size=5), min_size=r, max_size=r
+    )
+)
+
+
+@UNTIMED
+@given(blocks, st.data())
+def test_admit_takes_the_best_slots_and_breaks_ties_by_position_then_request(
+    confidences: list[list[float]], data: st.DataObject
+) -> None:
+    survival = np.cumprod(confidences, axis=1)
+    limits = data.draw(st.lists(st.integers(0, 5), min_size=len(survival), max_size=len(survival)))
+    lease = BudgetLease(cap=data.draw(st.integers(0, 40)), price=data.draw(st.sampled_from([0.0, 0.2, 0.9])))
+    lengths = admit(survival, limits, lease)
+    ranked = sorted(
+        (-survival[r, j], j, r) for r in range(len(survival)) for j in range(limits[r]) if survival[r, j] >= lease.price
+    )[: lease.cap]
+    assert lengths == [sum(1 for _, _, owner in ranked if owner == r) for r in range(len(survival))]
+    for _, j, r in ranked:
+        assert j < lengths[r]  # prefixes: no admitted slot behind a refused one
+
+
+@UNTIMED
+@given(blocks, st.integers(0, 30))
+def test_a_larger_cap_or_a_lower_price_never_takes_a_slot_away(confidences: list[list[float]], cap: int) -> None:
+    survival, limits = np.cumprod(confidences, axis=1), [5] * len(confidences)
+    before = admit(survival, limits, BudgetLease(cap=cap, price=0.3))
+    assert sum(before) <= cap
+    for lease in (BudgetLease(cap=cap + 1, price=0.3), BudgetLease(cap=cap, price=0.1)):
+        more = admit(survival, limits, lease)
+        assert sum(more) >= sum(before)
+    assert all(
+        a <= b for a, b in zip(before, admit(survival, limits, BudgetLease(cap=cap + 1, price=0.3)), strict=True)
+    )
+
+
+def test_a_large_engine_is_decided_in_well_under_a_step() -> None:
+    """256 requests of 7 slots: no quadratic work. (Correctness of the size; docs hold the timings.)"""
+    generator = np.random.default_rng(1)
+    survival = generator.uniform(0.3, 1.0, size=(256, 7)).cumprod(axis=1)
+    curve = curve_of([20.0 + 0.3 * n for n in range(2048)])
+    lease = allocate(report_of([tuple(row) for row in survival.tolist()]), curve)
+    assert sum(admit(survival, [7] * 256, lease)) == lease.cap > 0
