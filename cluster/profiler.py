@@ -30,7 +30,9 @@ CONTEXTS = (64, 768)
 """Tokens of each sequence."""
 REPEATS = 3
 SECONDS_PER_CONTEXT = 5.0
-"""Wider steps are left out once this is spent."""
+"""Wider steps than ALWAYS_ROWS are left out once this is spent."""
+ALWAYS_ROWS = 16
+"""So wide, at least, is measured on the slowest machine: one point would make no curve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,10 @@ class Cell:
 
     num_sequences: int
     num_drafts: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_sequences * (1 + self.num_drafts)
 
 
 def cost_curve(config: EngineConfig, shard: Shard) -> CostCurve:
@@ -104,7 +110,7 @@ def measure(shard: Shard, config: EngineConfig) -> list[StepResult]:
             steps = _decode(engine, prompt, cell, num_tokens)
             if steps:
                 results.append(min(steps, key=lambda step: step.seconds))
-            if time.perf_counter() - started > SECONDS_PER_CONTEXT:
+            if cell.num_rows >= ALWAYS_ROWS and time.perf_counter() - started > SECONDS_PER_CONTEXT:
                 break
     return results
 
@@ -116,9 +122,9 @@ def _cells(config: EngineConfig, block_size: int) -> list[Cell]:
         for num_sequences in NUM_SEQUENCES
         for num_drafts in {0, block_size // 2, block_size}
         if num_sequences <= config.max_num_seqs
-        and num_sequences * (1 + num_drafts) <= config.max_num_batched_tokens
     ]
-    return sorted(cells, key=lambda cell: (cell.num_sequences * (1 + cell.num_drafts), cell.num_sequences))
+    fitting = [cell for cell in cells if cell.num_rows <= config.max_num_batched_tokens]
+    return sorted(fitting, key=lambda cell: (cell.num_rows, cell.num_sequences))
 
 
 def _decode(engine: Engine, prompt: tuple[int, ...], cell: Cell, num_tokens: int) -> list[StepResult]:

@@ -1,0 +1,147 @@
+"""ADMIT in the running engine: the curve decides on reports two steps old; drafting is skipped and probed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_engine import TinyDrafter, make_engine, prompts, random_drafter, request, run
+from torch import Tensor
+
+from cluster import profiler
+from cluster.config import EngineConfig
+from cluster.engine import PROBE_EVERY_STEPS, Engine
+from cluster.messages import CostCurveError
+from cluster.models.loader import load_decoder
+from cluster.shard import Shard
+from cluster.sps import CostCurve, DraftSample, Provenance, VerifySample
+
+HERE = Provenance(model="tiny", dtype="float32", device="test", num_threads=1, versions="none", date="2026-01-01")
+VOCAB = 96
+
+
+def curve(seconds_per_token: float, base: float = 1.0, draft: float = 1e-3) -> CostCurve:
+    samples = [VerifySample(n, 100, base + n * seconds_per_token) for n in (1, 2, 4, 8, 16, 32, 64)]
+    return CostCurve.fit(samples, [DraftSample(1, draft), DraftSample(16, draft)], HERE)
+
+
+def frozen(engine: Engine) -> Engine:
+    """A clock that stands still: real step times must not decide what these tests see."""
+    engine._refresh = lambda result: None  # type: ignore[method-assign]
+    return engine
+
+
+def scheduled(folder: Path, drafter: TinyDrafter, cost: CostCurve) -> Engine:
+    return frozen(make_engine(folder, drafter, cost, speculation="scheduled"))
+
+
+def test_when_tokens_are_nearly_free_all_drafts_are_verified_without_a_search(tiny: tuple[Path, Any]) -> None:
+    outputs = run(scheduled(tiny[0], random_drafter(VOCAB), curve(1e-3)), [request(p) for p in prompts(4)])
+    rounds = [r for step in outputs.steps for r in step.rounds]
+    assert {step.mode for step in outputs.steps} == {"bypass"}
+    assert all(r.num_verified == r.num_proposed for r in rounds)
+
+
+def test_when_tokens_are_dear_drafting_stops_and_is_probed(tiny: tuple[Path, Any]) -> None:
+    drafter = random_drafter(VOCAB)
+    drafter._confidence = 0.1
+    engine = scheduled(tiny[0], drafter, curve(10.0, base=0.1))
+    outputs = run(engine, [request([1, 2, 3], max_tokens=120)])
+    drafted = [step.step for step in outputs.steps if step.report.drafted]
+    skipped = [step for step in outputs.steps if not step.report.drafted and step.rounds]
+    assert len(skipped) > 80
+    assert {step.mode for step in skipped} == {"local"}
+    assert {step.cap for step in skipped} == {0}
+    gaps = [later - earlier for earlier, later in zip(drafted, drafted[1:], strict=False)]
+    assert max(gaps) == PROBE_EVERY_STEPS + 1, "after so many steps without a draft, one step drafts again"
+
+
+def test_the_cap_follows_the_curve_and_survivals_rank(tiny: tuple[Path, Any]) -> None:
+    # Survival .7, .49, .34, .24 per request; a step of 8 sequences costs 1 + .1 per token.
+    engine = scheduled(tiny[0], random_drafter(VOCAB), curve(0.1))
+    outputs = run(engine, [request(p, max_tokens=40) for p in prompts(8)])
+    optimistic = next(step for step in outputs.steps if len(step.rounds) == 8)
+    assert optimistic.cap == 32, "nothing is known yet: every slot gets its chance"
+    local = [step for step in outputs.steps if step.step > optimistic.step + 2 and len(step.rounds) == 8]
+    assert len(local) > 10
+    assert {step.mode for step in local} == {"local"}
+    for step in local:
+        lengths = [r.num_verified for r in step.rounds]
+        assert sum(lengths) <= step.cap < 32
+        assert max(lengths) - min(lengths) <= 1, "equal survivals share the cap evenly"
+
+
+def test_a_slot_never_drafted_keeps_its_chance(tiny: tuple[Path, Any]) -> None:
+    """With one request and a cap of 2 only two slots are drafted; the others must not be forgotten."""
+    engine = scheduled(tiny[0], random_drafter(VOCAB), curve(0.1))
+    engine.add(request([1, 2, 3], max_tokens=60))
+    while not engine._batcher.running or engine._batcher.running[0].num_output == 0:
+        engine.step()
+    [sequence] = engine._batcher.running
+    assert sequence.confidences == [1.0] * 4
+    engine.step()
+    assert sequence.confidences == pytest.approx([0.7] * 4)
+
+
+def test_scheduling_without_a_curve_is_refused(tiny: tuple[Path, Any]) -> None:
+    with pytest.raises(CostCurveError):
+        make_engine(tiny[0], random_drafter(VOCAB), None, speculation="scheduled")
+
+
+def test_too_many_speculative_tokens_are_refused_by_name(tiny: tuple[Path, Any]) -> None:
+    with pytest.raises(ValueError, match="num_speculative_tokens is 9"):
+        make_engine(tiny[0], random_drafter(VOCAB), num_speculative_tokens=9)
+
+
+def test_num_speculative_tokens_bounds_the_draft(tiny: tuple[Path, Any]) -> None:
+    engine = make_engine(tiny[0], random_drafter(VOCAB), num_speculative_tokens=2)
+    outputs = run(engine, [request([1, 2, 3])])
+    assert {r.num_proposed for step in outputs.steps for r in step.rounds} == {0, 1, 2}
+
+
+def test_the_measured_curve_is_kept_and_found_again(tiny: tuple[Path, Any], tmp_path: Path) -> None:
+    config = EngineConfig(
+        model_source=str(tiny[0]),
+        drafter_source="tiny",
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        kv_block_size=4,
+        num_kv_blocks=512,
+        cost_curve_path=str(tmp_path / "curve.json"),
+    )
+    drafter = random_drafter(VOCAB)
+    shard = Shard(load_decoder(tiny[0], torch.float32), drafter, config)
+    steps = profiler.measure(shard, config)
+    assert {(len(step.rounds), step.num_tokens) for step in steps} >= {(1, 1), (1, 3), (1, 5), (2, 6), (4, 20)}
+    assert all(step.report.num_prefill_tokens == 0 for step in steps)
+    first = profiler.cost_curve(config, shard)
+    drafts = len(drafter.seen)
+    again = profiler.cost_curve(config, shard)
+    assert len(drafter.seen) == drafts, "nothing was measured again"
+    assert again.verify.tolist() == first.verify.tolist()
+    other = profiler.cost_curve(config.model_copy(update={"num_threads": 7}), shard)
+    assert len(drafter.seen) > drafts, "a curve of another engine is not used"
+    assert other.provenance.num_threads == 7
+
+
+def test_token_dependent_confidence_is_no_leak(tiny: tuple[Path, Any]) -> None:
+    """Slot 1's confidence says what slot 0 holds; whether slot 0 is verified may not follow from it."""
+
+    class Telling(TinyDrafter):
+        def propose(self, *args: Any, **kwargs: Any) -> Any:
+            draft = super().propose(*args, **kwargs)
+            confidences: Tensor = draft.confidences
+            confidences[:, 1:] = (draft.tokens[:, :-1] % 2).float() * 0.98 + 0.01
+            return draft
+
+    honest = random_drafter(VOCAB)
+    engine = scheduled(tiny[0], Telling(honest._logits, honest.target_ids), curve(0.2))
+    for prompt in prompts(8):
+        engine.add(request(prompt, max_tokens=60, temperature=1.0))
+    for _ in range(20):
+        verified = [r.num_verified for r in engine.step().rounds if r.num_proposed]
+        assert all(length >= 1 for length in verified) or not any(verified), "slot 0 is equal for all: .7"
