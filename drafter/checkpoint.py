@@ -39,7 +39,7 @@ def save_checkpoint(model: DSpark, folder: Path, dtype: torch.dtype = torch.bflo
 def load_checkpoint(
     folder: Path, embed_weight: Tensor, lm_head_weight: Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> DSpark:
-    """The drafter in `folder` for a target with embed_weight and lm_head_weight, each [vocab_size, D].
+    """The drafter in `folder` for a target with embed_weight and lm_head_weight, each [vocab_size, D]. Trainable still.
 
     Raises ValueError when the checkpoint doesn't fit the target or is not complete.
     """
@@ -55,12 +55,14 @@ def load_checkpoint(
     model = DSpark(config, tensors.get(_EMBEDDING, embed_weight).to(dtype), head.to(dtype), target_ids)
     _load_parameters(model, tensors, folder)
     model.to(dtype)
+    if model.confidence_head is not None:
+        model.confidence_head.float()
     temperatures = read_sts_temperatures(folder)
     if temperatures is not None:
         if len(temperatures) != config.block_size:
             raise ValueError(f"{folder}: calibration.json has {len(temperatures)} positions, not {config.block_size}")
         model.sts_temperatures = torch.tensor(temperatures)
-    return model.eval().requires_grad_(False)
+    return model.eval()
 
 
 def read_config(folder: Path) -> DrafterConfig:

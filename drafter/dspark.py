@@ -16,6 +16,7 @@ from drafter.backbone import Backbone
 from drafter.config import DrafterConfig
 from drafter.heads import ConfidenceHead, build_markov_head
 from drafter.interface import Draft, Sampler
+from drafter.packing import FrozenLinear, freeze_linears
 
 
 class DSpark(nn.Module):
@@ -46,6 +47,7 @@ class DSpark(nn.Module):
         self.register_buffer("lm_head", lm_head_weight, persistent=False)
         self.register_buffer("target_ids", target_ids, persistent=False)
         self.register_buffer("sts_temperatures", torch.ones(config.block_size), persistent=False)
+        self._frozen_head: FrozenLinear | None = None
 
     @property
     def block_size(self) -> int:
@@ -59,6 +61,12 @@ class DSpark(nn.Module):
     def context_shape(self) -> tuple[int, int, int]:
         return self.config.num_hidden_layers, self.config.num_key_value_heads, self.config.head_dim
 
+    def freeze(self) -> None:
+        """Make it a drafter only: the weights take the form that multiplies fastest, and can't be trained or saved."""
+        self.eval().requires_grad_(False)
+        freeze_linears(self)
+        self._frozen_head = FrozenLinear(self.lm_head)
+
     def project_context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Target features [..., K*D] at positions [...] -> context keys and values [L, ..., H, C]."""
         return self.backbone.project_context(features, positions)
@@ -70,7 +78,14 @@ class DSpark(nn.Module):
         blocks = anchors[..., None].expand(*anchors.shape, self.block_size).clone()
         blocks[..., 1:] = self.config.mask_token_id
         embedded = self.embed_tokens[blocks]
-        return self.backbone(embedded, positions, context_keys, context_values, visible)
+        out: Tensor = self.backbone(embedded, positions, context_keys, context_values, visible)
+        return out
+
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        """U [..., V] of h [..., D]: the target's head, for the draft vocabulary."""
+        if self._frozen_head is not None:
+            return self._frozen_head(hidden)
+        return nn.functional.linear(hidden, self.lm_head)
 
     def slot_logits(self, base: Tensor, hidden: Tensor, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """base U_k [M, V], hidden h_k [M, D], previous W1[x_{k-1}] [M, r] -> (U_k + B_k [M, V], next state)."""
@@ -102,8 +117,7 @@ class DSpark(nn.Module):
         hidden = self.hidden(
             anchors[:, None], positions[:, None], context_keys, context_values, visible[:, None]
         )[:, 0, :num_slots]
-        base = hidden @ self.lm_head.T
-        return self._draw(anchors, hidden, base, sampler)
+        return self._draw(anchors, hidden, self.base_logits(hidden), sampler)
 
     def _draw(self, anchors: Tensor, hidden: Tensor, base: Tensor, sampler: Sampler) -> Draft:
         """The sequential part: hidden [R, num_slots, D] and base logits [R, num_slots, V], left to right."""

@@ -70,7 +70,7 @@ def build_markov_head(config: DrafterConfig) -> MarkovHead | None:
 
 
 class ConfidenceHead(nn.Module):
-    """c_k = sigmoid(w . [h_k ; W1[x_{k-1}]] + b) = P(slot k passes | the slots before it passed). Logits, fp32."""
+    """c_k = sigmoid(w . [h_k ; W1[x_{k-1}]] + b) = P(slot k passes | the slots before it passed). Always fp32."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -82,5 +82,5 @@ class ConfidenceHead(nn.Module):
         """hidden [M, D], previous [M, r] (None without a Markov head) -> logits [M] fp32."""
         inputs = hidden if previous is None else torch.cat((hidden, previous.to(hidden.dtype)), dim=-1)
         with torch.autocast(inputs.device.type, enabled=False):
-            weight, bias = self.proj.weight.float(), self.proj.bias.float()
-            return nn.functional.linear(inputs.float(), weight, bias).squeeze(-1)
+            logits: Tensor = self.proj(inputs.float())
+        return logits.squeeze(-1)

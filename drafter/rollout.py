@@ -222,9 +222,11 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load_for_rollout(arguments: argparse.Namespace) -> tuple[Target, DSpark]:
     torch.set_num_threads(arguments.threads)
-    target = Target.load(arguments.target, packed_rows=arguments.batch_size)
+    target = Target.load(arguments.target)
     weights = target.embed_weight_VD, target.lm_head_weight_VD
-    return target, load_checkpoint(arguments.drafter, *weights, dtype=target.dtype)
+    drafter = load_checkpoint(arguments.drafter, *weights, dtype=target.dtype)
+    drafter.freeze()
+    return target, drafter
 
 
 def roll_out(target: Target, drafter: DSpark, arguments: argparse.Namespace) -> tuple[list[Conversation], Rounds]:

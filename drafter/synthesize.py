@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
     done = recover(arguments.output)
     stream = prompt_stream(prompts, arguments.seed) if prompts else itertools.repeat(Prompt(()))
     queue = ConversationQueue(itertools.islice(stream, limit), done, arguments.max_response_tokens)
-    target = Target.load(arguments.target, packed_rows=arguments.batch_size)
+    target = Target.load(arguments.target)
     facts = {
         "target": arguments.target,
         "prompts": arguments.prompts,

@@ -162,7 +162,7 @@ def batch_loss(
     for slot in range(model.block_size):
         hidden, weights = hidden_M[:, slot], weight_MG[:, slot]
         previous = model.previous_embedding(_tokens_at(tokens, blocks, slot))
-        logits = nn.functional.linear(hidden, model.lm_head)
+        logits = model.base_logits(hidden)
         if previous is not None:
             logits, state = model.slot_logits(logits, hidden, previous, state)
         slot_loss, slot_soft, distance = distribution_loss(
@@ -194,7 +194,7 @@ def _target_rows(model: DSpark, features: Sequence[Features], blocks: Blocks) ->
     normalizer = torch.cat([f.log_normalizer for f in features])
     rows = (offsets[blocks.sequence_M] + blocks.position_M)[:, None] + torch.arange(model.block_size)
     used, inverse = rows.clamp_max(len(hidden) - 1).unique(return_inverse=True)
-    logits = hidden[used] @ model.lm_head.T
+    logits = model.base_logits(hidden[used])
     return (logits.float() - normalizer[used, None]).exp().to(torch.bfloat16), inverse
 
 

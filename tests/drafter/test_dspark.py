@@ -138,3 +138,27 @@ def test_dflash_has_no_heads() -> None:
     keys, values = (x[:, None] for x in model.project_context(torch.randn(6, 5 * 64), torch.arange(6)))
     draft = model.propose(torch.tensor([5]), torch.tensor([6]), keys, values, torch.tensor([6]), greedy, 5)
     assert torch.all(draft.confidences == 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_drafter_drafts_the_same(dtype: torch.dtype) -> None:
+    model, frozen = (random_drafter(drafter_config(draft_vocab_size=40)).to(dtype) for _ in range(2))
+    for each in (model, frozen):
+        assert each.confidence_head is not None
+        each.confidence_head.float()
+    frozen.freeze()
+    taps = torch.randn(ANCHOR, 5 * 64, dtype=dtype)
+    arguments = torch.tensor([5]), torch.tensor([ANCHOR])
+    drafts = [
+        each.propose(
+            *arguments,
+            *(x[:, None] for x in each.project_context(taps, torch.arange(ANCHOR))),
+            torch.tensor([ANCHOR]),
+            lambda _slot, logits: (torch.zeros(1, dtype=torch.int64), logits.float()),
+            5,
+        )
+        for each in (model, frozen)
+    ]
+    tolerance = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.3, "rtol": 0.05}
+    torch.testing.assert_close(drafts[0].probabilities, drafts[1].probabilities, **tolerance)
+    torch.testing.assert_close(drafts[0].confidences, drafts[1].confidences, atol=0.05, rtol=0.05)

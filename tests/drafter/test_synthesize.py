@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from drafter.__main__ import main
 from drafter.data import Response, read_responses
-from drafter.target import PackedLinear, Target, draw, pack_linears, render_chat, render_user_header
+from drafter.target import Target, draw, render_chat, render_user_header
 
 TEMPLATE = (
     "{% if messages[0]['role'] != 'system' %}<start>system\nbe kind<end>\n{% endif %}"
@@ -100,17 +100,6 @@ def test_features_are_the_layers_outputs_and_padding_changes_nothing(tiny_target
     torch.testing.assert_close(hidden[:1, :6], alone_hidden)
     weight = torch.ones(128, requires_grad=True)
     (taps * weight).sum().backward()  # training reads the taps: they must not be inference tensors
-
-
-def test_packed_weights_compute_the_same(tiny_target: Target) -> None:
-    torch.manual_seed(0)
-    for bias in (True, False):
-        plain = torch.nn.Sequential(torch.nn.Linear(64, 96, bias=bias)).to(torch.bfloat16).requires_grad_(False)
-        rows = torch.randn(2, 5, 64, dtype=torch.bfloat16)
-        expected = plain(rows)
-        pack_linears(plain, num_rows=8)
-        assert isinstance(plain[0], PackedLinear)
-        torch.testing.assert_close(plain(rows), expected)
 
 
 @pytest.fixture(scope="module")
