@@ -27,9 +27,7 @@ def provenance() -> Row:
     """What a reader needs to repeat a measurement."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]])
-        if sys.modules["__main__"].__spec__
-        else " ".join(sys.argv),
+        "command": _command(),
         "commit": _commit(),
         "versions": {
             "python": platform.python_version(),
@@ -37,6 +35,13 @@ def provenance() -> Row:
         },
         "machine": {"cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "system": platform.system()},
     }
+
+
+def _command() -> str:
+    """What was typed; of absolute paths only the name, since folders of this machine tell nobody anything."""
+    spec = sys.modules["__main__"].__spec__
+    program = f"python -m {spec.name}" if spec else Path(sys.argv[0]).name
+    return " ".join([program, *[Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]])
 
 
 def _commit() -> str:
