@@ -76,11 +76,19 @@ class Chunk:
 
     sequence: Sequence
     num_rows: int
+    start: int = field(init=False)
+    """Absolute position of the first row."""
+    has_anchor: bool = field(init=False)
+    """Whether the rows reach the sequence's last token, so that the step yields the next."""
     max_drafts: int = 0
     proposed: list[int] = field(default_factory=list)
     """Filled by DRAFT: at most `max_drafts` tokens."""
     num_admitted: int = 0
     """Filled by ADMIT."""
+
+    def __post_init__(self) -> None:
+        self.start = self.sequence.num_computed
+        self.has_anchor = self.num_rows == self.sequence.num_pending
 
     @property
     def drafts(self) -> list[int]:
@@ -88,13 +96,12 @@ class Chunk:
 
     @property
     def rows(self) -> list[int]:
-        start = self.sequence.num_computed
-        return self.sequence.tokens[start : start + self.num_rows] + self.drafts
+        return self.sequence.tokens[self.start : self.start + self.num_rows] + self.drafts
 
     @property
     def num_logits(self) -> int:
-        """Rows whose distribution is wanted: the anchor, if the chunk reaches it, and the drafts after it."""
-        return 1 + self.num_admitted if self.num_rows == self.sequence.num_pending else 0
+        """Rows whose distribution is wanted: the anchor and the drafts after it."""
+        return 1 + self.num_admitted if self.has_anchor else 0
 
 
 @dataclass(slots=True)
@@ -107,6 +114,23 @@ class Plan:
     num_preempted: int = 0
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
+
+    @property
+    def anchored(self) -> list[Chunk]:
+        return [chunk for chunk in self.chunks if chunk.has_anchor]
+
+    @property
+    def drafted(self) -> list[Chunk]:
+        return [chunk for chunk in self.chunks if chunk.proposed]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_rows + chunk.num_admitted for chunk in self.chunks)
+
+    @property
+    def context_tokens(self) -> int:
+        """Keys that the rows of all sequences see, each sequence's counted once."""
+        return self.num_tokens + sum(chunk.start for chunk in self.chunks)
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -252,4 +276,3 @@ class Batcher:
         sequence.num_computed = 0
         sequence.num_preemptions += 1
         self.waiting.appendleft(sequence)
-

@@ -44,6 +44,7 @@ from cluster.shard import Shard, StepTensors
 from cluster.sps import CostCurve
 from cluster.verifier import Outcome
 from drafter.interface import Draft
+from drafter.speculative import SamplingRows
 
 UNLIMITED = BudgetLease(cap=2**31)
 """All that requests and rows allow."""
@@ -133,44 +134,40 @@ class Engine:
     def step(self) -> StepResult:
         """Run one step. Call it only while there is work."""
         started = self._clock()
-        events = self._receive()
+        aborted = self._receive()
         lease, mode = self._lease()
         plan = self._batcher.plan(lease.cap)
+        rows = verifier.sampling_rows([chunk.sequence for chunk in plan.anchored], self._num_steps)
+
         draft_started = self._clock()
-        draft = self._draft(plan)
+        draft = self._draft(plan, rows)
         draft_seconds = self._clock() - draft_started
         self._admit(plan, lease)
-        num_tokens = sum(len(chunk.rows) for chunk in plan.chunks)
-        context_tokens = sum(chunk.sequence.num_computed + len(chunk.rows) for chunk in plan.chunks)
-        num_drafted = sum(1 for chunk in plan.chunks if chunk.proposed)
-        predicted_seconds = self._predict(num_tokens, context_tokens, num_drafted)
-        rounds: list[VerifyRound] = []
-        if plan.chunks:  # else all that was left has been aborted
-            outcomes, forward = self._verify(plan, draft)
-            token_events, rounds = self._commit(plan, outcomes, forward)
-            events += token_events
-        report = self._report(plan, context_tokens, drafted=draft is not None)
-        self._reports.append(report)
-        self._num_steps += 1
+        outcomes, forward = self._verify(plan, draft, rows)
+        events, rounds = self._commit(plan, outcomes, forward)
+
+        report = self._report(plan, drafted=draft is not None)
         result = StepResult(
-            step=report.step,
-            events=tuple(events),
+            step=self._num_steps,
+            events=(*aborted, *events),
             report=report,
-            num_tokens=num_tokens,
+            num_tokens=plan.num_tokens,
             seconds=self._clock() - started,
             draft_seconds=draft_seconds,
-            finished=tuple(event.request_id for event in events if event.finish_reason),
+            finished=tuple(event.request_id for event in (*aborted, *events) if event.finish_reason),
             rounds=tuple(rounds),
             mode=mode,
             cap=plan.max_drafts,
-            predicted_seconds=predicted_seconds,
+            predicted_seconds=self._predict(plan),
             num_running=self.num_running,
             num_free_kv_blocks=self._pool.num_free,
             num_preempted=plan.num_preempted,
             num_prompt_tokens=plan.num_prompt_tokens,
             num_cached_prompt_tokens=plan.num_cached_prompt_tokens,
         )
+        self._reports.append(report)
         self._refresh(result)
+        self._num_steps += 1
         return result
 
     def _receive(self) -> list[TokenEvent]:
@@ -186,18 +183,21 @@ class Engine:
             if request_id in self._sequences
         ]
 
-    def _draft(self, plan: Plan) -> Draft | None:
+    def _draft(self, plan: Plan, rows: SamplingRows) -> Draft | None:
         """DRAFT: propose tokens for every chunk that may have some. No more slots than could be admitted."""
         chunks = [chunk for chunk in plan.chunks if chunk.max_drafts]
         self._num_steps_undrafted = 0 if chunks else self._num_steps_undrafted + 1
         if not chunks:
             return None
         sequences = [chunk.sequence for chunk in chunks]
+        anchored = plan.anchored
+        if len(chunks) < len(anchored):
+            rows = rows.select(torch.tensor([i for i, chunk in enumerate(anchored) if chunk.max_drafts]))
         draft = self._shard.draft(
             anchors=[s.tokens[-1] for s in sequences],
             num_context=[s.num_computed for s in sequences],
             block_ids=[s.block_ids for s in sequences],
-            sampler=verifier.draft_sampler(sequences, self._shard.target_ids, self._num_steps),
+            sampler=verifier.draft_sampler(rows, self._shard.target_ids),
             num_slots=max(chunk.max_drafts for chunk in chunks),
         )
         tokens, confidences = draft.tokens.tolist(), draft.confidences.tolist()
@@ -208,7 +208,7 @@ class Engine:
 
     def _admit(self, plan: Plan, lease: BudgetLease) -> None:
         """ADMIT: the lengths of the prefixes to verify. Current survivals only rank; the cap is older than they are."""
-        chunks = [chunk for chunk in plan.chunks if chunk.proposed]
+        chunks = plan.drafted
         limits = [len(chunk.proposed) for chunk in chunks]
         if sum(limits) > plan.max_drafts or lease.price > 0:
             survivals = [survival(chunk.sequence.confidences) for chunk in chunks]
@@ -216,15 +216,16 @@ class Engine:
         for chunk, length in zip(chunks, limits, strict=True):
             chunk.num_admitted = length
 
-    def _verify(self, plan: Plan, draft: Draft | None) -> tuple[dict[str, Outcome], StepTensors]:
+    def _verify(
+        self, plan: Plan, draft: Draft | None, rows: SamplingRows
+    ) -> tuple[dict[str, Outcome], StepTensors | None]:
         """VERIFY: one forward of all rows, then acceptance: an outcome for every chunk that reached its anchor."""
+        if not plan.chunks:  # all that was left has been aborted
+            return {}, None
         forward = self._shard.forward(
-            [
-                Span(chunk.rows, chunk.sequence.num_computed, chunk.sequence.block_ids, chunk.num_logits)
-                for chunk in plan.chunks
-            ]
+            [Span(chunk.rows, chunk.start, chunk.sequence.block_ids, chunk.num_logits) for chunk in plan.chunks]
         )
-        anchored = [chunk for chunk in plan.chunks if chunk.num_logits]
+        anchored = plan.anchored
         outcomes = verifier.verify(
             forward.logits_MV,
             [chunk.sequence for chunk in anchored],
@@ -232,19 +233,20 @@ class Engine:
             draft and _rows_for(anchored, draft),
             self._shard.target_ids,
             [self._batcher.num_left(chunk.sequence) for chunk in anchored],
-            self._num_steps,
+            rows,
         )
         return {c.sequence.request_id: outcome for c, outcome in zip(anchored, outcomes, strict=True)}, forward
 
     def _commit(
-        self, plan: Plan, outcomes: dict[str, Outcome], forward: StepTensors
+        self, plan: Plan, outcomes: dict[str, Outcome], forward: StepTensors | None
     ) -> tuple[list[TokenEvent], list[VerifyRound]]:
         """COMMIT: final rows become draft context, sequences grow, the finished ones leave."""
         num_final = []
         for chunk in plan.chunks:
             outcome = outcomes.get(chunk.sequence.request_id)
             num_final.append(chunk.num_rows + (len(outcome.token_ids) - 1 if outcome else 0))
-        self._shard.commit_features(forward, num_final)
+        if forward is not None:
+            self._shard.commit_features(forward, num_final)
         events, rounds = [], []
         for chunk in plan.chunks:
             sequence = chunk.sequence
@@ -307,7 +309,7 @@ class Engine:
             return BudgetLease(cap=max(self.max_drafts, self.num_running)), "local"
         return lease, "local"
 
-    def _report(self, plan: Plan, context_tokens: int, drafted: bool) -> LoadReport:
+    def _report(self, plan: Plan, drafted: bool) -> LoadReport:
         return LoadReport(
             step=self._num_steps,
             requests=tuple(
@@ -315,16 +317,16 @@ class Engine:
                 for s in self._batcher.running
             ),
             num_prefill_tokens=plan.num_prefill_tokens,
-            context_tokens=context_tokens,
+            context_tokens=plan.context_tokens,
             num_waiting=self.num_waiting,
             drafted=drafted,
         )
 
-    def _predict(self, num_tokens: int, context_tokens: int, num_drafted: int) -> float | None:
-        if self._curve is None or not num_tokens:
+    def _predict(self, plan: Plan) -> float | None:
+        if self._curve is None or not plan.chunks:
             return None
-        verify_seconds = float(self._curve.step_seconds(num_tokens, context_tokens))
-        return verify_seconds + self._curve.draft_seconds(num_drafted)
+        verify_seconds = float(self._curve.step_seconds(plan.num_tokens, plan.context_tokens))
+        return verify_seconds + self._curve.draft_seconds(len(plan.drafted))
 
     def _refresh(self, result: StepResult) -> None:
         """The curve follows the machine: every few steps it learns from the one just done."""

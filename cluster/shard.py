@@ -94,9 +94,7 @@ class Shard:
         num_blocks = -(-max(num_context) // self._block_size)
         tables = torch.tensor([(ids[:num_blocks] + [0] * num_blocks)[:num_blocks] for ids in block_ids])
         keys, values = self._context.read_all(tables, max(num_context))
-        return self.drafter.propose(
-            torch.tensor(anchors), positions, keys, values, positions, sampler, num_slots
-        )
+        return self.drafter.propose(torch.tensor(anchors), positions, keys, values, positions, sampler, num_slots)
 
     def forward(self, spans: list[Span]) -> StepTensors:
         """One target pass over the rows of all spans; writes their keys and values."""

@@ -36,21 +36,20 @@ class Outcome:
 def sampling_rows(sequences: list[Sequence], step: int) -> SamplingRows:
     """One row for each sequence, predicting the token after its last; `step` makes unseeded requests' numbers fresh."""
     asked = [sequence.request.sampling for sequence in sequences]
-    coupled = torch.tensor([a.seed is not None for a in asked])
+    coupled = torch.tensor([a.seed is not None for a in asked], dtype=torch.bool)
     return SamplingRows(
         temperature=torch.tensor([a.temperature for a in asked], dtype=torch.float32),
-        top_k=torch.tensor([a.top_k for a in asked]),
+        top_k=torch.tensor([a.top_k for a in asked], dtype=torch.int64),
         top_p=torch.tensor([a.top_p for a in asked], dtype=torch.float32),
         min_p=torch.tensor([a.min_p for a in asked], dtype=torch.float32),
-        seeds=speculative.round_seeds(torch.tensor([s.seed for s in sequences]), coupled, step),
-        positions=torch.tensor([len(s.tokens) for s in sequences]),
+        seeds=speculative.round_seeds(torch.tensor([s.seed for s in sequences], dtype=torch.int64), coupled, step),
+        positions=torch.tensor([len(s.tokens) for s in sequences], dtype=torch.int64),
         coupled=coupled,
     )
 
 
-def draft_sampler(sequences: list[Sequence], target_ids_V: Tensor | None, step: int) -> Sampler:
-    """How the drafter draws slot k of each sequence: the same rules and the same noise as the target's position."""
-    first = sampling_rows(sequences, step)
+def draft_sampler(first: SamplingRows, target_ids_V: Tensor | None) -> Sampler:
+    """How the drafter draws slot k behind each row of `first`: the same rules and noise as the target's position."""
 
     def draw(slot: int, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
         rows = first.at(first.positions + slot)
@@ -125,13 +124,13 @@ def verify(
     draft: Draft | None,
     target_ids_V: Tensor | None,
     num_left: list[int],
-    step: int,
+    first: SamplingRows,
 ) -> list[Outcome]:
     """Accept and emit. Row r of `draft` belongs to sequence r, whose admitted tokens are `drafts[r]`, and which may get
     `num_left[r]` tokens more.
 
     `draft` may be None when nothing is admitted. logits_MV: [sum(1 + len(drafts)), V], any float dtype, anchor row
-    first; left as it is. `step` is the number that the draft's sampler had.
+    first; left as it is. `first` are the anchors' rows, which the draft's sampler had too.
     """
     if not sequences:
         return []
@@ -145,7 +144,7 @@ def verify(
                 edited_MV = logits_MV.to(torch.float32, copy=True)
             edit_logits(edited_MV[starts[r] : starts[r + 1]], sequence, drafts[r])
     owner = torch.repeat_interleave(1 + lengths)
-    rows = sampling_rows(sequences, step).select(owner)
+    rows = first.select(owner)
     rows = rows.at(rows.positions + torch.arange(starts[-1]) - row_starts[owner])
     verification = speculative.verify(edited_MV, row_starts, draft, lengths, rows, target_ids_V)
     accepted, emitted = verification.num_accepted.tolist(), verification.next_tokens.tolist()

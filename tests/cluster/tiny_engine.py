@@ -114,9 +114,7 @@ def random_drafter(vocab_size: int, block_size: int = 4, spread: float = 1.0) ->
 def knowing_drafter(references: list[list[int]], vocab_size: int, error_every: int = 5) -> TinyDrafter:
     """Nearly right: it has read the sequences, and errs at each `error_every`-th position. Half a vocabulary is enough
     for it: it drafts even token ids only."""
-    following = {
-        (tokens[i], i): tokens[i + 1 :] for tokens in references for i in range(len(tokens) - 1)
-    }
+    following = {(tokens[i], i): tokens[i + 1 :] for tokens in references for i in range(len(tokens) - 1)}
     target_ids = torch.arange(0, vocab_size, 2)
 
     def logits(anchor: int, position: int, slot: int) -> Tensor:
