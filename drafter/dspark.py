@@ -31,9 +31,7 @@ class DSpark(nn.Module):
     target_ids: Tensor
     sts_temperatures: Tensor
 
-    def __init__(
-        self, config: DrafterConfig, embed_weight: Tensor, lm_head_weight: Tensor, target_ids: Tensor
-    ) -> None:
+    def __init__(self, config: DrafterConfig, embed_weight: Tensor, lm_head_weight: Tensor, target_ids: Tensor) -> None:
         super().__init__()
         if target_ids.shape != (config.draft_vocab_size,):
             raise ValueError(f"target_ids must have shape ({config.draft_vocab_size},), got {tuple(target_ids.shape)}")
@@ -114,24 +112,20 @@ class DSpark(nn.Module):
         """See drafter.interface.Drafter. The block always has G inputs, as in training; only `num_slots` are drawn."""
         rows = torch.arange(context_keys.shape[2], device=anchors.device)
         visible = rows < context_lengths[:, None]
-        hidden = self.hidden(
-            anchors[:, None], positions[:, None], context_keys, context_values, visible[:, None]
-        )[:, 0, :num_slots]
+        hidden = self.hidden(anchors[:, None], positions[:, None], context_keys, context_values, visible[:, None])[
+            :, 0, :num_slots
+        ]
         return self._draw(anchors, hidden, self.base_logits(hidden), sampler)
 
     def _draw(self, anchors: Tensor, hidden: Tensor, base: Tensor, sampler: Sampler) -> Draft:
         """The sequential part: hidden [R, num_slots, D] and base logits [R, num_slots, V], left to right."""
         token = anchors
         state = hidden.new_zeros(len(anchors), self.config.markov_rank)
-        tokens, draft_ids, probabilities, confidences = [], [], [], []
+        tokens, draft_ids, probabilities, previous_tokens = [], [], [], []
         for slot in range(hidden.shape[1]):
-            previous = self.previous_embedding(token)
-            if self.confidence_head is None:
-                confidences.append(torch.ones(len(anchors), device=anchors.device))
-            else:
-                logits = self.confidence_head(hidden[:, slot], previous)
-                confidences.append(torch.sigmoid(logits / self.sts_temperatures[slot]))
+            previous_tokens.append(token)
             logits = base[:, slot]
+            previous = self.previous_embedding(token)
             if previous is not None:
                 logits, state = self.slot_logits(logits, hidden[:, slot], previous, state)
             ids, probability = sampler(slot, logits)
@@ -143,5 +137,12 @@ class DSpark(nn.Module):
             tokens=torch.stack(tokens, dim=1),
             draft_ids=torch.stack(draft_ids, dim=1),
             probabilities=torch.stack(probabilities, dim=1),
-            confidences=torch.stack(confidences, dim=1),
+            confidences=self._confidences(hidden, torch.stack(previous_tokens, dim=1)),
         )
+
+    def _confidences(self, hidden: Tensor, previous_tokens: Tensor) -> Tensor:
+        """Calibrated c [R, num_slots] fp32 of h [R, num_slots, D] and the tokens before each slot."""
+        if self.confidence_head is None:
+            return torch.ones(hidden.shape[:2], device=hidden.device)
+        logits = self.confidence_head(hidden, self.previous_embedding(previous_tokens))
+        return torch.sigmoid(logits / self.sts_temperatures[: hidden.shape[1]])

@@ -79,7 +79,7 @@ class ConfidenceHead(nn.Module):
         nn.init.zeros_(self.proj.bias)
 
     def forward(self, hidden: Tensor, previous: Tensor | None) -> Tensor:
-        """hidden [M, D], previous [M, r] (None without a Markov head) -> logits [M] fp32."""
+        """hidden [..., D], previous [..., r] (None without a Markov head) -> logits [...] fp32."""
         inputs = hidden if previous is None else torch.cat((hidden, previous.to(hidden.dtype)), dim=-1)
         with torch.autocast(inputs.device.type, enabled=False):
             logits: Tensor = self.proj(inputs.float())

@@ -198,9 +198,7 @@ def _target_rows(model: DSpark, features: Sequence[Features], blocks: Blocks) ->
     return (logits.float() - normalizer[used, None]).exp().to(torch.bfloat16), inverse
 
 
-def _weights_and_labels(
-    model: DSpark, tokens: Tensor, blocks: Blocks, position_decay: float
-) -> tuple[Tensor, Tensor]:
+def _weights_and_labels(model: DSpark, tokens: Tensor, blocks: Blocks, position_decay: float) -> tuple[Tensor, Tensor]:
     """w_k [M, G] fp32, 0 past the valid prefix, and labels [M, G] as draft ids, -1 outside the draft vocabulary."""
     slots = torch.arange(model.block_size)
     weights = (slots < blocks.num_slots_M[:, None]) * torch.exp(-slots / position_decay)
@@ -243,9 +241,7 @@ class Trainer:
         matrices = [value for value in backbone.values() if value.ndim == 2]
         others = [value for value in model.parameters() if not any(value is matrix for matrix in matrices)]
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(
-                matrices, lr=config.muon_learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
-            ),
+            torch.optim.Muon(matrices, lr=config.muon_learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
         ]
         self.rates = [config.muon_learning_rate, config.learning_rate]

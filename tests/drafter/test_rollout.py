@@ -90,4 +90,6 @@ def test_ece_and_auroc_by_hand() -> None:
     happened = torch.tensor([False, True, True, True])
     assert expected_calibration_error(predicted, happened) == pytest.approx(0.5 * 0.4 + 0.5 * 0.1)
     assert auroc(predicted, happened) == pytest.approx((2 * 1 + 1 * 0.5) / 3)
-    assert auroc(torch.rand(9), torch.ones(9, dtype=torch.bool)) != auroc(torch.rand(9), torch.ones(9, dtype=torch.bool))
+    assert auroc(torch.rand(9), torch.ones(9, dtype=torch.bool)) != auroc(
+        torch.rand(9), torch.ones(9, dtype=torch.bool)
+    )

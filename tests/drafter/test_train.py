@@ -29,9 +29,7 @@ def test_training_raises_the_acceptance_probability(tiny_target: Target, tiny_re
     assert after > before + 0.05
 
 
-def test_a_killed_run_goes_on_where_it_was(
-    tiny_target: Target, tiny_responses: list[Response], tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_where_it_was(tiny_target: Target, tiny_responses: list[Response], tmp_path: Path) -> None:
     whole = trainer_for(tiny_target, tiny_responses)
     for _ in range(4):
         whole.train_step()
