@@ -58,7 +58,7 @@ class HttpConfig(_Section):
     """What the ingress accepts. Host and port are Serve's own (`http_options` beside the application)."""
 
     max_body_bytes: int = Field(default=4 << 20, ge=1024, description="Larger request bodies are refused with 413")
-    submit_timeout_s: float = Field(default=15.0, gt=0, description="Longest wait for a replica, then 503")
+    submit_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a replica, then 503")
     api_keys: ApiKeysConfig | None = Field(default=None, description="None: everybody may ask")
 
 

@@ -122,6 +122,7 @@ class Replica:
             logger.error("engine lost: %s", reason)
             self._dead = EngineDeadError(f"the engine is lost and will be replaced: {reason}")
             self._hub.push.remote(Exposition(self._name, 0, ""), ready=False)
+            ray.kill(self._engine)  # a stuck one would go on taking memory and cores
             for queue in self._queues.values():
                 queue.put_nowait(self._dead)
         return self._dead

@@ -41,16 +41,16 @@ class Server:
     url: str
 
     def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=API_KEY, max_retries=0, timeout=120)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=API_KEY, max_retries=0, timeout=300)
 
     def async_openai(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=API_KEY, max_retries=0, timeout=120)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=API_KEY, max_retries=0, timeout=300)
 
     def post(self, path: str, body: dict[str, Any] | bytes, key: str | None = API_KEY) -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         if isinstance(body, bytes):
-            return httpx.post(self.url + path, content=body, headers=headers, timeout=120)
-        return httpx.post(self.url + path, json=body, headers=headers, timeout=120)
+            return httpx.post(self.url + path, content=body, headers=headers, timeout=300)
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=300)
 
     def healthy(self) -> bool:
         return httpx.get(f"{self.url}/health", timeout=30).status_code == 200
@@ -65,13 +65,14 @@ class Server:
             if sample.name == name and labels.items() <= sample.labels.items()
         )
 
-    def engine_process(self) -> psutil.Process:
-        """The one engine actor of this test run (Ray names its workers so)."""
-        (process,) = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::EngineActo")]
-        return process
+    def engine_process(self) -> psutil.Process | None:
+        """The engine actor of this test run (Ray names its workers so); None unless there is just one."""
+        workers = psutil.Process().children(recursive=True)
+        engines = [process for process in workers if process.name().startswith("ray::EngineActo")]
+        return engines[0] if len(engines) == 1 else None
 
 
-def eventually(condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
+def eventually(condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
     """Wait for a state that must come, however slow the machine; `seconds` only bounds a failure."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -119,7 +120,7 @@ def server_args(model_folder: Path, key_file: Path) -> dict[str, Any]:
             "num_kv_blocks": 64,
         },
         "deployment_config": {"health_check_timeout_s": 3.0},
-        "http_config": {"max_body_bytes": MAX_BODY_BYTES, "api_keys": {"file": str(key_file)}},
+        "http_config": {"max_body_bytes": MAX_BODY_BYTES, "submit_timeout_s": 100, "api_keys": {"file": str(key_file)}},
     }
 
 
