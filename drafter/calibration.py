@@ -36,7 +36,7 @@ def survival(confidence_logits: Tensor, temperatures: Tensor) -> Tensor:
 
 
 def expected_calibration_error(predicted: Tensor, happened: Tensor) -> float:
-    """ECE over 20 equal bins: sum of |bin's mean prediction - bin's frequency| weighted by the bin's share. Both [N]."""
+    """ECE over 20 equal bins: |mean prediction - frequency| of each, weighted by its share. Both [N]."""
     bins = (predicted * _NUM_BINS).long().clamp(0, _NUM_BINS - 1)
     gap = torch.zeros(_NUM_BINS, dtype=torch.float64).index_add_(0, bins, predicted.double() - happened.double())
     return float(gap.abs().sum() / len(predicted))
@@ -47,7 +47,7 @@ def auroc(predicted: Tensor, happened: Tensor) -> float:
     positives, negatives = int(happened.sum()), int((~happened).sum())
     if positives == 0 or negatives == 0:
         return float("nan")
-    values, inverse, counts = predicted.unique(return_inverse=True, return_counts=True)
+    values, inverse, counts = torch.unique(predicted, return_inverse=True, return_counts=True)
     last_rank = counts.cumsum(0).double()
     mean_rank = last_rank - (counts.double() - 1) / 2
     rank_sum = float(mean_rank[inverse][happened].sum())

@@ -19,7 +19,7 @@ from drafter.speculative import Purpose, SamplingRows, probabilities, round_seed
 
 VOCABULARY = 11
 BLOCK = 7
-NUM_TOKENS = 3
+NUM_TOKENS = 2
 FULL = torch.arange(VOCABULARY)
 REDUCED = torch.tensor([0, 2, 3, 5, 7, 10])
 
@@ -218,7 +218,7 @@ def test_emitted_runs_follow_the_target(coupled: bool | None, target_ids: Tensor
         kinds, modes, draft_chain=0.8 * TARGET[:, target_ids] + 0.4 * chain(2, len(target_ids)), target_ids=target_ids
     )
     assert run.num_rows >= 200_000
-    assert run.num_accepted > 20_000  # the drafts are neither hopeless nor the target's own
+    assert run.num_accepted > 10_000  # the drafts are neither hopeless nor the target's own
     assert min(p_values(run, kinds)) > 1e-3
 
 

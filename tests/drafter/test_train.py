@@ -9,8 +9,9 @@ import torch
 
 from drafter.config import TrainConfig
 from drafter.data import Response
+from drafter.supervision import FeatureMemory, batch_loss, choose_anchors
 from drafter.target import Target
-from drafter.train import FeatureMemory, Trainer, batch_loss, choose_anchors, initial_drafter, learning_rate_factor
+from drafter.train import Trainer, initial_drafter, learning_rate_factor
 from tests.drafter.conftest import VOCABULARY, drafter_config
 
 
@@ -67,12 +68,12 @@ def test_loss_of_a_perfect_drafter_is_the_targets_entropy(
         torch.stack([features[s].hidden[min(p + k, 43)] for k in range(5)])
         for s, p in zip(blocks.sequence_M.tolist(), blocks.position_M.tolist(), strict=True)
     ]
-    monkeypatch.setattr("drafter.train._block_hidden", lambda *_: torch.stack(rows).float())
+    monkeypatch.setattr("drafter.supervision._block_hidden", lambda *_: torch.stack(rows).float())
     assert model.markov_head is not None  # its W2 starts at zero, so the base logits are all there is
     summary = batch_loss(model, responses, features, blocks, trainer.config, distill=True)
     assert summary.overlap == pytest.approx(1, abs=5e-3)  # bf16 of p_t
     shifted = torch.roll(torch.stack(rows).float(), 1, dims=1)
-    monkeypatch.setattr("drafter.train._block_hidden", lambda *_: shifted)
+    monkeypatch.setattr("drafter.supervision._block_hidden", lambda *_: shifted)
     assert batch_loss(model, responses, features, blocks, trainer.config, distill=True).overlap < 0.95
 
 
