@@ -11,6 +11,7 @@ from tiny_engine import (
     TAPS,
     Outputs,
     TinyDrafter,
+    dspark_drafter,
     greedy_truth,
     knowing_drafter,
     make_engine,
@@ -32,10 +33,12 @@ def truth(tiny: tuple[Path, Any]) -> dict[tuple[int, ...], list[int]]:
     return {tuple(p): greedy_truth(tiny[1], p, MAX_TOKENS) for p in prompts(8)}
 
 
-@pytest.fixture(params=["plain", "random", "knowing"])
-def drafter(request: pytest.FixtureRequest, truth: dict[tuple[int, ...], list[int]]) -> TinyDrafter | None:
+@pytest.fixture(params=["plain", "random", "knowing", "dspark"])
+def drafter(request: pytest.FixtureRequest, tiny: tuple[Path, Any], truth: dict[tuple[int, ...], list[int]]) -> Any:
     if request.param == "plain":
         return None
+    if request.param == "dspark":
+        return dspark_drafter(tiny[1], VOCAB // 2)
     if request.param == "random":
         return random_drafter(VOCAB)
     return knowing_drafter([[*prompt, *tokens] for prompt, tokens in truth.items()], VOCAB)
@@ -59,7 +62,7 @@ def test_greedy_equals_hugging_face(tiny, truth, drafter, concurrency: int) -> N
     for s in stats:
         assert s is not None
         assert 1 + s.num_rounds + s.num_accepted == MAX_TOKENS, "every token is the prompt's, a round's, or accepted"
-    if drafter is not None and drafter.block_size == 4 and drafter.target_ids.numel() == VOCAB // 2:
+    if isinstance(drafter, TinyDrafter) and len(drafter.target_ids) == VOCAB // 2:
         assert sum(s.num_accepted for s in stats if s) > 20, "the knowing drafter must be of use"
 
 
@@ -114,7 +117,7 @@ def test_a_seeded_request_is_the_same_plain_speculative_alone_and_among_others(t
     prompt = prompts(1, shortest=20)[0]
     sampling: dict[str, Any] = {"temperature": 1.0, "seed": 1234, "max_tokens": 40, "top_p": 0.95}
     texts = []
-    for drafter in (None, random_drafter(VOCAB, block_size)):
+    for drafter in (None, random_drafter(VOCAB, block_size), dspark_drafter(tiny[1], VOCAB // 2)):
         for others in (0, 8):
             engine = make_engine(tiny[0], drafter, max_num_batched_tokens=32)
             crowd = [request(p, temperature=1.0, max_tokens=30) for p in prompts(others, longest=12)]

@@ -16,7 +16,9 @@ from cluster.engine import Engine
 from cluster.messages import Request, SamplingParams, StepResult, TokenEvent
 from cluster.models.loader import load_decoder
 from cluster.shard import Shard
-from drafter.interface import Draft, Sampler
+from drafter.config import DrafterConfig
+from drafter.dspark import DSpark
+from drafter.interface import Draft, Drafter, Sampler
 
 TAPS = (0, 2)
 
@@ -127,7 +129,31 @@ def knowing_drafter(references: list[list[int]], vocab_size: int, error_every: i
     return TinyDrafter(logits, target_ids)
 
 
-def make_engine(folder: Path, drafter: TinyDrafter | None, curve: Any = None, **settings: Any) -> Engine:
+def dspark_drafter(model: Any, draft_vocab_size: int) -> DSpark:
+    """The real thing with random weights, on the tiny model's embedding and every second row of its head."""
+    config = DrafterConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=model.config.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        num_target_layers=4,
+        target_layer_ids=TAPS,
+        block_size=5,
+        mask_token_id=0,
+        markov_rank=8,
+    )
+    torch.manual_seed(1)
+    weight = model.get_input_embeddings().weight.detach()
+    target_ids = torch.arange(draft_vocab_size) * (model.config.vocab_size // draft_vocab_size)
+    drafter = DSpark(config, weight, weight[target_ids], target_ids)
+    return drafter.eval().requires_grad_(False)
+
+
+def make_engine(folder: Path, drafter: Drafter | None, curve: Any = None, **settings: Any) -> Engine:
     defaults = {
         "model_source": str(folder),
         "dtype": "float32",
