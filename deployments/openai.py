@@ -88,7 +88,11 @@ class _Generation(_Strict):
     @field_validator("stop", mode="before")
     @classmethod
     def _one_stop_is_a_list(cls, stop: object) -> object:
-        return [stop] if isinstance(stop, str) else stop
+        if not isinstance(stop, str):
+            return stop
+        if not 1 <= len(stop) <= MAX_STOP_LENGTH:  # said here, since the client wrote no list to point into
+            raise ValueError(f"should have 1 to {MAX_STOP_LENGTH} characters")
+        return [stop]
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> Self:

@@ -149,9 +149,10 @@ def assert_nothing_runs(server: Server) -> None:
 
 
 async def running(server: Server, num_sequences: int) -> None:
-    """Returns when the engine has said that it runs so many."""
-    while server.metric("dspark_requests_running") < num_sequences:
-        await asyncio.sleep(0.2)
+    """Returns when the engine has said that it runs so many; the requests under way go on meanwhile."""
+    await asyncio.to_thread(
+        eventually, lambda: server.metric("dspark_requests_running") >= num_sequences, "the sequences run", 60
+    )
 
 
 async def test_64_concurrent_requests_on_a_pool_for_8(server: Server) -> None:
@@ -180,7 +181,8 @@ async def test_a_client_that_leaves_frees_its_sequence(server: Server, stream: b
     async with httpx.AsyncClient(timeout=120) as client:
         if stream:
             async with client.stream("POST", server.url + COMPLETIONS, json=body, headers=headers) as response:
-                await anext(response.aiter_lines())
+                lines = response.aiter_lines()  # kept: dropping the iterator would already close the connection
+                await anext(lines)
                 await running(server, 1)
         else:
             asked = asyncio.create_task(client.post(server.url + COMPLETIONS, json=body, headers=headers))
