@@ -280,17 +280,19 @@ def _invert(weights: Tensor, fractions: Tensor) -> Tensor:
     block's running sum is needed. The clamps keep a goal that rounding moved across a block's edge inside that block,
     so a token of weight 0 is never drawn.
     """
-    padding = -weights.shape[1] % _CDF_BLOCK
+    num_rows, vocabulary = weights.shape
+    width = min(_CDF_BLOCK, vocabulary)
+    padding = -vocabulary % width
     blocks = torch.nn.functional.pad(weights, (0, padding)) if padding else weights
-    blocks = blocks.reshape(weights.shape[0], blocks.shape[1] // _CDF_BLOCK, _CDF_BLOCK)
+    blocks = blocks.reshape(num_rows, blocks.shape[1] // width, width)
     sums = blocks.sum(dim=2, dtype=torch.float64)
     ends = sums.cumsum(dim=1)
     goal = fractions[:, None] * ends[:, -1:]
     block = torch.searchsorted(ends, goal, right=True)
-    inside = blocks[torch.arange(weights.shape[0], device=weights.device), block[:, 0]].cumsum(1, dtype=torch.float64)
+    inside = blocks[torch.arange(num_rows, device=weights.device), block[:, 0]].cumsum(1, dtype=torch.float64)
     rest = (goal - (ends - sums).gather(1, block)).clamp_(min=0)
     rest = torch.minimum(rest, inside[:, -1:] * (1 - 2.0**-52))
-    return (block * _CDF_BLOCK + torch.searchsorted(inside, rest, right=True))[:, 0]
+    return (block * width + torch.searchsorted(inside, rest, right=True))[:, 0]
 
 
 def _race(probabilities: Tensor, rows: SamplingRows, token_ids: Tensor | None) -> Tensor:
