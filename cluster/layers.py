@@ -1,6 +1,6 @@
 """The layers a decoder is made of, each of which loads its own shard of its own tensors.
 
-Knows weights and how this machine multiplies by them fastest; knows nothing of sequences, pages or model families.
+Knows weights and what a rank computes with them; knows nothing of sequences, pages or model families.
 
 Shape letters: N flat rows, I inputs, O outputs, D hidden size, H heads, C head size, P positions.
 """
@@ -15,46 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.mesh import Mesh
+from drafter.packing import FrozenLinear
 
 ReadWeight = Callable[[str], Tensor]
 """`read(name)` -> the whole tensor of that name, in the dtype and on the device that the model computes with."""
-
-# oneDNN picks the packed layout for this many rows. Measured: one packing serves 1..512 rows equally, except that a
-# hint in the hundreds loses up to half of the bandwidth below 16 rows.
-_PACKING_ROWS = 16
-
-
-def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN's pre-packed product exists for this weight: bf16 on a CPU that has bf16 instructions.
-
-    Packed weights stream at the memory's speed from one row on; a plain bf16 matrix-vector product reaches half.
-    """
-    return (
-        weight.dtype == torch.bfloat16
-        and weight.device.type == "cpu"
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
-
-
-class Linear:
-    """y = x W^T + b with a weight [O, I]. The plain weight is not kept once it is packed."""
-
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None, *, pack: bool | None = None) -> None:
-        """`pack` None: wherever `can_pack`. The weight is copied, so a view of a mapped file may be passed."""
-        self._packed = can_pack(weight_OI) if pack is None else pack
-        self._bias_O = None if bias_O is None else bias_O.clone()
-        if self._packed:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), _PACKING_ROWS)
-        else:
-            self._weight = weight_OI.clone(memory_format=torch.contiguous_format)
-
-    def __call__(self, x_NI: Tensor) -> Tensor:
-        """[N, I] -> [N, O]."""
-        if self._packed:
-            y_NO: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, self._weight, self._bias_O, "none", [], "")
-            return y_NO
-        return F.linear(x_NI, self._weight, self._bias_O)
 
 
 class ColumnParallelLinear:
@@ -64,7 +28,7 @@ class ColumnParallelLinear:
         self, read: ReadWeight, names: Sequence[str], mesh: Mesh, *, bias: bool = False, order_O: Tensor | None = None
     ) -> None:
         """`order_O`: the wanted order of this rank's output rows."""
-        self._linear = Linear(
+        self._linear = FrozenLinear(
             self._load(read, names, "weight", mesh, order_O),
             self._load(read, names, "bias", mesh, order_O) if bias else None,
         )
@@ -89,7 +53,7 @@ class RowParallelLinear:
         weight_OI = mesh.shard(read(f"{name}.weight"), 1)
         # Only one rank may add the bias: the outputs are summed.
         bias_O = read(f"{name}.bias") if bias and mesh.tp_rank == 0 else None
-        self._linear = Linear(weight_OI if order_I is None else weight_OI[:, order_I], bias_O)
+        self._linear = FrozenLinear(weight_OI if order_I is None else weight_OI[:, order_I], bias_O)
         self._mesh = mesh
 
     def __call__(self, x_NI: Tensor) -> Tensor:

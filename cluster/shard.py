@@ -127,4 +127,6 @@ def _load_drafter(folder: Path, decoder: Decoder, target: Path) -> DSpark:
     if not decoder.config.tie_word_embeddings:
         with Checkpoint(target, decoder.dtype, decoder.device) as checkpoint:
             head = checkpoint.read("lm_head.weight")
-    return load_checkpoint(folder, decoder.embed_weight_VD, head, decoder.dtype)
+    drafter = load_checkpoint(folder, decoder.embed_weight_VD, head, decoder.dtype)
+    drafter.freeze()
+    return drafter

@@ -18,8 +18,9 @@ from torch import Tensor
 from cluster.attention import group_first_order, masks, ragged_attention
 from cluster.flat_batch import FlatBatch
 from cluster.kv_cache import PagedKV
-from cluster.layers import ColumnParallelLinear, Linear, ReadWeight, RMSNorm, Rotary, RowParallelLinear, SwiGLU, rotate_
+from cluster.layers import ColumnParallelLinear, ReadWeight, RMSNorm, Rotary, RowParallelLinear, SwiGLU, rotate_
 from cluster.mesh import Mesh
+from drafter.packing import FrozenLinear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +139,7 @@ class Decoder:
         head_VD = self.embed_weight_VD if config.tie_word_embeddings else read("lm_head.weight")
         # A tied head is the one weight that exists twice where weights are packed: rows can't be looked up in a packed
         # one, and a plain product would cost as much time as six layers.
-        self._head = Linear(head_VD)
+        self._head = FrozenLinear(head_VD)
         self._layers = [
             DecoderLayer(read, f"model.layers.{index}", config, mesh) for index in range(config.num_hidden_layers)
         ]

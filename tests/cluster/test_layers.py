@@ -6,27 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cluster.layers import ColumnParallelLinear, Linear, RMSNorm, Rotary, RowParallelLinear, can_pack, rotate_
+from cluster.layers import ColumnParallelLinear, RMSNorm, Rotary, RowParallelLinear, rotate_
 from cluster.mesh import Mesh
-
-
-@pytest.mark.parametrize("rows", [1, 2, 7, 64, 300])
-@pytest.mark.parametrize("biased", [False, True])
-def test_packed_product_equals_plain(rows: int, biased: bool) -> None:
-    torch.manual_seed(rows)
-    weight = torch.randn(192, 96, dtype=torch.bfloat16)
-    if not can_pack(weight):
-        pytest.skip("this CPU has no packed bf16 product")
-    bias = torch.randn(192, dtype=torch.bfloat16) if biased else None
-    x = torch.randn(rows, 96, dtype=torch.bfloat16)
-    packed, plain = Linear(weight, bias), Linear(weight, bias, pack=False)
-    torch.testing.assert_close(packed(x), plain(x), atol=0.13, rtol=0.01)  # one bf16 rounding of values up to 32
-    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    assert (packed(x).double() - exact).abs().max() <= exact.abs().max() * 2**-8
-
-
-def test_fp32_is_never_packed() -> None:
-    assert not can_pack(torch.randn(4, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
