@@ -6,6 +6,7 @@ Knows the keys, their ranges and how to say where a wrong one stands; reads no f
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 import yaml
@@ -13,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from cluster.config import EngineConfig
 
+PROJECT = Path(__file__).resolve().parents[1]
 MAX_CHOICES = 128
 """Most sequences that one HTTP request may start: prompts x n."""
 
@@ -62,6 +64,12 @@ class HttpConfig(_Section):
     api_keys: ApiKeysConfig | None = Field(default=None, description="None: everybody may ask")
 
 
+def _located(source: str) -> str:
+    """A relative folder of the project as an absolute one: Serve's workers choose their own working directory."""
+    folder = PROJECT / source
+    return str(folder) if folder.is_dir() else source
+
+
 def _not_the_model(engine_kwargs: EngineConfig) -> EngineConfig:
     if "model_source" in engine_kwargs.model_fields_set:
         raise ValueError("model_source is set in model_loading_config")
@@ -86,8 +94,14 @@ class LLMConfig(_Section):
         return self.model_loading_config.model_id
 
     def engine_config(self) -> EngineConfig:
-        """The engine's settings, with the model's place filled in."""
-        return self.engine_kwargs.model_copy(update={"model_source": self.model_loading_config.model_source})
+        """The engine's settings, with the model's place filled in and shipped folders found from wherever it runs."""
+        drafter = self.engine_kwargs.drafter_source
+        return self.engine_kwargs.model_copy(
+            update={
+                "model_source": _located(self.model_loading_config.model_source),
+                "drafter_source": drafter and _located(drafter),
+            }
+        )
 
     def effective_yaml(self) -> str:
         """Every setting with the value in force. Holds no secret: keys are named by where they are kept."""

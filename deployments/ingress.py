@@ -150,7 +150,7 @@ class Ingress:
         self._config = config
         self._replicas = replicas.options(stream=True)
         self._hub = hub
-        self._tokenizer = Tokenizer(resolve_source(config.model_loading_config.model_source))
+        self._tokenizer = Tokenizer(resolve_source(config.engine_config().model_source))
         self._limits = ModelLimits(
             config.engine_kwargs.max_model_len, self._tokenizer.vocab_size, self._tokenizer.end_token_ids
         )

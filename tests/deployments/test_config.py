@@ -55,3 +55,13 @@ def test_effective_configuration_can_be_used_again() -> None:
 def test_model_source_reaches_the_engine() -> None:
     config = LLMConfig.model_validate({"model_loading_config": {"model_id": "m", "model_source": "/models/m"}})
     assert config.engine_config().model_source == "/models/m"
+
+
+def test_the_shipped_drafter_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (application,) = yaml.safe_load(YAML.read_text())["applications"]
+    source = parse_config(application["args"]).engine_config().drafter_source
+    assert source is not None
+    assert (Path(source) / "model.safetensors").is_file()
+    named = LLMConfig.model_validate({**MODEL, "engine_kwargs": {"drafter_source": "some/hub-id"}})
+    assert named.engine_config().drafter_source == "some/hub-id"
