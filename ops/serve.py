@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -39,7 +40,10 @@ def main() -> int:
     if port_is_taken(host, port):
         print(f"{host}:{port} is in use: stop what listens there, or change http_options in {path}", file=sys.stderr)
         return 2
+    # A shell starts background jobs with Ctrl-C ignored, which `serve run` would inherit, and then never shut down.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     server = subprocess.Popen([str(Path(sys.executable).with_name("serve")), "run", str(path)])
+    signal.signal(signal.SIGTERM, lambda *_: server.send_signal(signal.SIGINT))
     try:
         if wait_until_ready(server, f"http://{host}:{port}"):
             print(welcome(f"http://{host}:{port}", model.model_id), flush=True)

@@ -162,11 +162,11 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, help="most new tokens of a request (default: 128)")
     parser.add_argument("--num-prompts", type=int, help="least prompts per data set and concurrency (default: 16)")
     parser.add_argument(
-        "--quick", action="store_true", help="under a minute: concurrency 1 and 8, 24 tokens, few prompts"
+        "--quick", action="store_true", help="under a minute: concurrency 1 and 4, 24 tokens, few prompts"
     )
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args(arguments)
-    concurrency, max_tokens, num_prompts = ([1, 8], 24, 4) if options.quick else ([1, 2, 4, 8, 16], 128, 16)
+    concurrency, max_tokens, num_prompts = ([1, 4], 24, 4) if options.quick else ([1, 2, 4, 8, 16], 128, 16)
     options.concurrency = options.concurrency or concurrency
     options.max_tokens = options.max_tokens or max_tokens
     options.num_prompts = options.num_prompts or num_prompts
