@@ -32,7 +32,9 @@ def save_checkpoint(model: DSpark, folder: Path, dtype: torch.dtype = torch.bflo
     if model.config.reduced_vocabulary:
         tensors[_TOKEN_MAP] = model.target_ids - torch.arange(len(model.target_ids))
         tensors[_HEAD] = model.lm_head.detach().to(dtype).contiguous()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = folder / "model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # safetensors writes files that only their owner can read
     (folder / "config.json").write_text(json.dumps(_public_config(model.config), indent=2) + "\n")
 
 

@@ -35,6 +35,11 @@ class DSpark(nn.Module):
         super().__init__()
         if target_ids.shape != (config.draft_vocab_size,):
             raise ValueError(f"target_ids must have shape ({config.draft_vocab_size},), got {tuple(target_ids.shape)}")
+        if lm_head_weight.shape != (config.draft_vocab_size, config.hidden_size):
+            raise ValueError(
+                f"lm_head_weight must have shape ({config.draft_vocab_size}, {config.hidden_size}), "
+                f"got {tuple(lm_head_weight.shape)}"
+            )
         if not torch.all(target_ids[1:] > target_ids[:-1]):
             raise ValueError("target_ids must be strictly increasing")
         self.config = config
