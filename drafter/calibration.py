@@ -1,6 +1,8 @@
-"""Calibrated confidence: Sequential Temperature Scaling (STS, paper section 3.4), its error, and `calibrate`.
+"""Calibrated confidence: the head's bias, Sequential Temperature Scaling (STS, paper section 3.4), and their error.
 
 Pure functions on recorded rounds; `python -m drafter calibrate` records them with the real target on held-out prompts.
+A drafter accepts less on new prompts than on those it has learned by heart, and its confidence head was trained on the
+latter: that is a shift, which no temperature can take back, so the head's bias is moved first.
 
 Shape letters: N rounds, G block positions.
 """
@@ -8,11 +10,13 @@ Shape letters: N rounds, G block positions.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from drafter.checkpoint import shift_confidence
 from drafter.data import provenance, write_json
 from drafter.rollout import Rounds, add_rollout_arguments, load_for_rollout, roll_out
 
@@ -52,6 +56,23 @@ def auroc(predicted: Tensor, happened: Tensor) -> float:
     mean_rank = last_rank - (counts.double() - 1) / 2
     rank_sum = float(mean_rank[inverse][happened].sum())
     return (rank_sum - positives * (positives + 1) / 2) / (positives * negatives)
+
+
+def fit_bias_shift(rounds: Rounds) -> float:
+    """What to add to every logit so that confidences are right on average, over the slots that were put to the test.
+
+    The maximum-likelihood shift of a logistic model: the root of sum(sigmoid(logit + shift) - passed), by bisection.
+    """
+    tested = counted(rounds) & (rounds.num_accepted[:, None] >= torch.arange(rounds.confidence_logits.shape[1]))
+    logits, happened = rounds.confidence_logits.double()[tested], passed(rounds)[tested].double()
+    low, high = -10.0, 10.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if torch.sigmoid(logits + middle).sum() < happened.sum():
+            low = middle
+        else:
+            high = middle
+    return middle
 
 
 def fit_sts(rounds: Rounds) -> Tensor:
@@ -99,22 +120,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     target, drafter = load_for_rollout(arguments)
     _, rounds = roll_out(target, drafter, arguments)
-    temperatures = fit_sts(rounds)
-    ones = torch.ones_like(temperatures)
+    shift = fit_bias_shift(rounds)
+    shifted = dataclasses.replace(rounds, confidence_logits=rounds.confidence_logits + shift)
+    temperatures = fit_sts(shifted)
+    folder: Path = arguments.drafter
+    shift_confidence(folder, shift)
     facts = provenance(
         target=arguments.target,
-        prompts=[str(path) for path in arguments.prompts],
+        prompts=[path.name for path in arguments.prompts],
         temperature=arguments.temperature,
         verification="rejection",
         rounds=len(rounds.num_accepted),
     )
-    folder: Path = arguments.drafter
+    ones = torch.ones_like(temperatures)
     write_json(
         folder / "calibration.json",
         {
             "sts_temperatures": [round(float(t), 4) for t in temperatures],
+            "bias_shift_in_the_weights": round(shift, 4),
             "ece_before": errors_by_position(rounds, ones),
-            "ece_after_on_the_same_rounds": errors_by_position(rounds, temperatures),
+            "ece_after_the_shift": errors_by_position(shifted, ones),
+            "ece_after_on_the_same_rounds": errors_by_position(shifted, temperatures),
             "provenance": facts,
         },
     )

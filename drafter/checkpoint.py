@@ -22,6 +22,7 @@ ARCHITECTURE = "Qwen3DSparkModel"
 _TOKEN_MAP = "d2t"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
+_CONFIDENCE_BIAS = "confidence_head.proj.bias"
 _BUFFERS = {_TOKEN_MAP, _HEAD, _EMBEDDING}
 
 
@@ -32,10 +33,16 @@ def save_checkpoint(model: DSpark, folder: Path, dtype: torch.dtype = torch.bflo
     if model.config.reduced_vocabulary:
         tensors[_TOKEN_MAP] = model.target_ids - torch.arange(len(model.target_ids))
         tensors[_HEAD] = model.lm_head.detach().to(dtype).contiguous()
-    weights = folder / "model.safetensors"
-    save_file(tensors, weights, metadata={"format": "pt"})
-    weights.chmod(0o644)  # safetensors writes files that only their owner can read
+    _write(tensors, folder)
     (folder / "config.json").write_text(json.dumps(_public_config(model.config), indent=2) + "\n")
+
+
+def shift_confidence(folder: Path, shift: float) -> None:
+    """Add `shift` to the bias of the confidence head of a saved checkpoint: any loader of the format has it then."""
+    tensors = load_file(folder / "model.safetensors")
+    bias = tensors[_CONFIDENCE_BIAS]
+    tensors[_CONFIDENCE_BIAS] = (bias.float() + shift).to(bias.dtype)
+    _write(tensors, folder)
 
 
 def load_checkpoint(
@@ -110,6 +117,14 @@ def read_sts_temperatures(folder: Path) -> list[float] | None:
         return None
     temperatures: list[float] = json.loads(path.read_text())["sts_temperatures"]
     return temperatures
+
+
+def _write(tensors: dict[str, Tensor], folder: Path) -> None:
+    path = folder / "model.safetensors"
+    partial = folder / "model.partial"
+    save_file(tensors, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)  # safetensors writes files that only their owner can read
+    partial.replace(path)
 
 
 def _public_name(name: str) -> str:

@@ -10,7 +10,7 @@ D hidden size, L draft layers, H heads, C head size, N rounds.
 from __future__ import annotations
 
 import argparse
-import random
+import itertools
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from drafter.checkpoint import load_checkpoint
-from drafter.data import read_prompts, read_responses
+from drafter.data import prompt_stream, read_prompts, read_responses
 from drafter.dspark import DSpark
 from drafter.speculative import Purpose, SamplingRows, probabilities, round_seeds, sample, verify
 from drafter.target import RowCache, Target, render_chat
@@ -212,7 +212,9 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafter", required=True, type=Path, help="checkpoint folder")
     parser.add_argument("--prompts", required=True, type=Path, nargs="+", help="JSONL files; each is a data set")
     parser.add_argument("--exclude", type=Path, help="response file: prompts that were trained on are left out")
-    parser.add_argument("--limit", type=int, help="prompts of each file, chosen with --seed (default: all)")
+    parser.add_argument(
+        "--limit", type=int, help="prompts of each file, domains mixed (default: all)"
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the most likely token (default: 1)")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer (default: 256)")
     parser.add_argument("--batch-size", type=int, default=32, help="conversations at a time (default: 32)")
@@ -240,16 +242,19 @@ def _conversations(target: Target, arguments: argparse.Namespace) -> list[Conver
     known = _trained_prompts(arguments.exclude) if arguments.exclude else set()
     conversations = []
     for path in arguments.prompts:
-        rendered = [
-            tuple(render_chat(target.tokenizer, [{"role": "user", "content": prompt.turns[0]}]))
-            for prompt in read_prompts(path)
-        ]
-        fresh = [ids for ids in rendered if ids not in known]
-        if not fresh:
+        prompts = read_prompts(path)
+        limit = min(arguments.limit or len(prompts), len(prompts))
+        chosen: dict[tuple[int, ...], None] = {}  # in order, each once
+        # The stream is endless; small domains come round again before large ones are used up.
+        for prompt in itertools.islice(prompt_stream(prompts, arguments.seed), 20 * len(prompts)):
+            ids = tuple(render_chat(target.tokenizer, [{"role": "user", "content": prompt.turns[0]}]))
+            if ids not in known:
+                chosen[ids] = None
+            if len(chosen) == limit:
+                break
+        if not chosen:
             raise ValueError(f"{path}: no prompt is left after leaving out those of {arguments.exclude}")
-        random.Random(arguments.seed).shuffle(fresh)
-        dataset = path.stem.removeprefix("eval_")
-        conversations += [Conversation(dataset, ids) for ids in fresh[: arguments.limit]]
+        conversations += [Conversation(path.stem.removeprefix("eval_"), ids) for ids in chosen]
     return conversations
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafter.checkpoint import load_checkpoint, save_checkpoint
+from drafter.checkpoint import load_checkpoint, save_checkpoint, shift_confidence
 from drafter.dspark import DSpark
 from tests.drafter.conftest import drafter_config, random_drafter
 
@@ -100,3 +100,13 @@ def test_sts_temperatures_scale_the_confidence(tmp_path: Path) -> None:
     (tmp_path / "calibration.json").write_text(json.dumps({"sts_temperatures": [1.0]}))
     with pytest.raises(ValueError, match="1 positions, not 5"):
         load_checkpoint(tmp_path, *target_weights(model))
+
+
+def test_the_confidence_bias_is_shifted_in_the_weights(tmp_path: Path) -> None:
+    model = random_drafter(drafter_config())
+    save_checkpoint(model, tmp_path, dtype=torch.float32)
+    shift_confidence(tmp_path, -0.5)
+    loaded = load_checkpoint(tmp_path, *target_weights(model), dtype=torch.float32)
+    assert loaded.confidence_head is not None and model.confidence_head is not None
+    torch.testing.assert_close(loaded.confidence_head.proj.bias, model.confidence_head.proj.bias - 0.5)
+    assert torch.equal(loaded.confidence_head.proj.weight, model.confidence_head.proj.weight)

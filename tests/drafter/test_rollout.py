@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from drafter.calibration import auroc, errors_by_position, expected_calibration_error, fit_sts, survival
+from drafter.calibration import (
+    auroc,
+    errors_by_position,
+    expected_calibration_error,
+    fit_bias_shift,
+    fit_sts,
+    survival,
+)
 from drafter.evaluate import acceptance_by_dataset
 from drafter.rollout import Conversation, Rollout, Rounds
 from drafter.target import Target
@@ -76,6 +85,14 @@ def test_sts_finds_the_temperature_and_removes_the_error() -> None:
     assert max(after) < 0.01 < max(before)
     calibrated = fit_sts(synthetic_rounds(scale=1.0))
     torch.testing.assert_close(calibrated[:3], torch.ones(3), rtol=0.1, atol=0)
+
+
+def test_a_shifted_head_is_moved_back() -> None:
+    rounds = synthetic_rounds(scale=1.0)
+    biased = dataclasses.replace(rounds, confidence_logits=rounds.confidence_logits + 0.8)
+    assert fit_bias_shift(biased) == pytest.approx(-0.8, abs=0.05)
+    assert fit_bias_shift(rounds) == pytest.approx(0, abs=0.05)
+    assert min(errors_by_position(biased, fit_sts(biased))[:2]) > 0.02, "no temperature takes a shift back"
 
 
 def test_sts_keeps_the_order_of_each_position() -> None:
