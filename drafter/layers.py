@@ -15,13 +15,19 @@ from drafter.config import DrafterConfig
 
 
 class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * w, as x / hypot(|x|, sqrt(D eps)) * sqrt(D) w: faster than F.rms_norm on a CPU."""
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self._scale = size**0.5
+        self._floor = torch.tensor((size * eps) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        norm = norm.hypot(self._floor)
+        out: Tensor = x / norm * (self.weight.float() * self._scale)
+        return out.to(x.dtype)
 
 
 class RotaryTable(nn.Module):
@@ -96,21 +102,39 @@ class BlockAttention(nn.Module):
         group = query.shape[-2] // heads
         # The query heads of one key/value head become extra query rows, so that K and V are never expanded.
         query = query.view(num_sequences, num_blocks, block, heads, group, size).permute(0, 3, 1, 4, 2, 5)
-        query = query.reshape(num_sequences, heads, num_blocks, group * block, size) * size**-0.5
-        key, value = (y.permute(0, 3, 1, 2, 4) for y in self.keys_values(x, rotary))  # [B, H, A, G, C]
-        context_key, context_value = (y.transpose(1, 2) for y in context)  # [B, H, T, C]
-
-        rows = query.view(num_sequences, heads, num_blocks * group * block, size)
-        seen = (rows @ context_key.transpose(-1, -2)).view(num_sequences, heads, num_blocks, group * block, -1)
-        scores = torch.cat((seen.masked_fill(hidden_rows, float("-inf")), query @ key.transpose(-1, -2)), dim=-1)
-        weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
-        num_context = context_key.shape[-2]
-        from_context = weights[..., :num_context].reshape(num_sequences, heads, -1, num_context) @ context_value
-        mixed = from_context.view(num_sequences, heads, num_blocks, group * block, size)
-        mixed = mixed + weights[..., num_context:] @ value
+        query = query.reshape(num_sequences, heads, num_blocks, group * block, size)
+        key, value = (y.permute(0, 3, 1, 2, 4) for y in self.keys_values(x, rotary))  # [B, H, A, G, C] each
+        context_key, context_value = (y.transpose(1, 2) for y in context)  # [B, H, T, C] each
+        attend = _attend_one_block if num_blocks == 1 else _attend_blocks
+        mixed = attend(query, key, value, context_key, context_value, hidden_rows)
         mixed = mixed.view(num_sequences, heads, num_blocks, group, block, size).permute(0, 2, 4, 1, 3, 5)
         out: Tensor = self.o_proj(mixed.reshape(num_sequences, num_blocks, block, -1))
         return out
+
+
+def _attend_blocks(
+    query: Tensor, key: Tensor, value: Tensor, context_key: Tensor, context_value: Tensor, hidden_rows: Tensor
+) -> Tensor:
+    """Many blocks of one context: query [B, H, A, Q, C], key and value [B, H, A, G, C], context [B, H, T, C]."""
+    num_sequences, heads, num_blocks, num_rows, size = query.shape
+    query = query * size**-0.5
+    rows = query.reshape(num_sequences, heads, num_blocks * num_rows, size)
+    seen = (rows @ context_key.transpose(-1, -2)).view(num_sequences, heads, num_blocks, num_rows, -1)
+    scores = torch.cat((seen.masked_fill(hidden_rows, float("-inf")), query @ key.transpose(-1, -2)), dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
+    num_context = context_key.shape[-2]
+    from_context = weights[..., :num_context].reshape(num_sequences, heads, -1, num_context) @ context_value
+    return from_context.view(query.shape) + weights[..., num_context:] @ value
+
+
+def _attend_one_block(
+    query: Tensor, key: Tensor, value: Tensor, context_key: Tensor, context_value: Tensor, hidden_rows: Tensor
+) -> Tensor:
+    """The same for A = 1, where drafting is: context and block fit into one fused call."""
+    keys = torch.cat((context_key, key[:, :, 0]), dim=2)
+    values = torch.cat((context_value, value[:, :, 0]), dim=2)
+    hidden = nn.functional.pad(hidden_rows[:, :, 0], (0, key.shape[3]), value=False)
+    return F.scaled_dot_product_attention(query[:, :, 0], keys, values, ~hidden)[:, :, None]
 
 
 class DraftLayer(nn.Module):

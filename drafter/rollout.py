@@ -212,9 +212,7 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafter", required=True, type=Path, help="checkpoint folder")
     parser.add_argument("--prompts", required=True, type=Path, nargs="+", help="JSONL files; each is a data set")
     parser.add_argument("--exclude", type=Path, help="response file: prompts that were trained on are left out")
-    parser.add_argument(
-        "--limit", type=int, help="prompts of each file, domains mixed (default: all)"
-    )
+    parser.add_argument("--limit", type=int, help="prompts of each file, domains mixed (default: all)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the most likely token (default: 1)")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer (default: 256)")
     parser.add_argument("--batch-size", type=int, default=32, help="conversations at a time (default: 32)")

@@ -60,6 +60,19 @@ def test_cached_drafting_equals_teacher_forcing_on_the_drafted_tokens(kind: str,
     assert torch.equal(draft.tokens[0], model.target_ids[logits.argmax(-1)])
 
 
+def test_one_block_alone_equals_the_same_block_among_others() -> None:
+    """Drafting attends in one fused call, training packs many blocks: the same numbers."""
+    model = random_drafter(drafter_config())
+    keys, values = model.project_context(torch.randn(2, LENGTH, 320), torch.arange(LENGTH).expand(2, LENGTH))
+    anchors, positions = torch.tensor([[5, 9, 7], [3, 1, 2]]), torch.tensor([[ANCHOR, 4, 0], [9, 1, 20]])
+    visible = torch.arange(LENGTH) < positions[..., None]
+    together = model.hidden(anchors, positions, keys, values, visible)
+    for column in range(3):
+        one = slice(column, column + 1)
+        alone = model.hidden(anchors[:, one], positions[:, one], keys, values, visible[:, one])
+        torch.testing.assert_close(together[:, one], alone, atol=1e-5, rtol=1e-4)
+
+
 def test_context_is_strictly_before_the_anchor() -> None:
     model = random_drafter(drafter_config())
     tokens = torch.randint(0, 97, (LENGTH + 8,))
