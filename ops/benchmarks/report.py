@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "ops" / "results"
 SPEEDUP, PEERS = RESULTS / "speedup.json", RESULTS / "peers.json"
+DRAFTER = RESULTS / "drafters" / "smollm2-135m-instruct.json"
 
 Row = dict[str, Any]
 
@@ -134,6 +135,29 @@ def peers_table(rows: Sequence[Row]) -> str:
     return table(["system", "prompts", "concurrency", "tok/s", "tok/s/user", "over vLLM"], cells)
 
 
+def drafter_section(results: Row) -> str:
+    """What `python -m drafter evaluate --json` found: acceptance by data set, calibration by position."""
+    slots = range(len(results["auroc"]))
+    acceptance = [
+        [row["dataset"], f"{row['accepted_length']:.2f}", *[f"{value:.2f}" for value in row["conditional"]]]
+        for row in results["rows"]
+    ]
+    calibration = [
+        [name, *[f"{value:.3f}" for value in results[key]], f"{sum(results[key]) / len(slots):.3f}"]
+        for name, key in (("ECE before STS", "ece_before_sts"), ("ECE after", "ece_after_sts"), ("AUROC", "auroc"))
+    ]
+    positions = [f"position {k + 1}" for k in slots]
+    made = results["provenance"]
+    return "\n\n".join(
+        [
+            f"Measured {made['date'][:10]} on {made['machine']}, torch {made['versions']['torch']}, at temperature "
+            f"{made['temperature']:g}, with `{' '.join(made['command'])}`.",
+            table(["prompts", "accepted length", *positions], acceptance),
+            table(["survival", *positions, "mean"], calibration),
+        ]
+    )
+
+
 def speedup_section(results: Row) -> str:
     """The README's words around a speed-up run's tables."""
     limit = results["memory_bandwidth_limit"]
@@ -173,6 +197,8 @@ def main() -> None:
     text = readme.read_text()
     if SPEEDUP.exists():
         text = fill(text, "speedup", speedup_section(json.loads(SPEEDUP.read_text())))
+    if DRAFTER.exists():
+        text = fill(text, "drafter", drafter_section(json.loads(DRAFTER.read_text())))
     if PEERS.exists():
         results = json.loads(PEERS.read_text())
         text = fill(text, "peers", f"{_measured_on(results)}\n\n{peers_table(results['rows'])}")
