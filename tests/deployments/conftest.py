@@ -111,6 +111,7 @@ def server_args(model_folder: Path, key_file: Path) -> dict[str, Any]:
     return {
         "model_loading_config": {"model_id": MODEL, "model_source": str(model_folder)},
         "engine_kwargs": {
+            "drafter_source": "drafter/checkpoints/smollm2-135m-instruct",
             "dtype": "float32",
             "num_threads": 1,
             "max_model_len": MAX_MODEL_LEN,
