@@ -160,11 +160,6 @@ class Batcher:
         if request.sampling.max_tokens < 1:
             raise InvalidRequestError("max_tokens", f"must be at least 1, got {request.sampling.max_tokens}")
 
-    def has_room(self, num_arriving: int) -> bool:
-        """Whether one more request may come when `num_arriving` others are about to be added."""
-        in_flight = len(self.running) + len(self.waiting) + num_arriving
-        return in_flight < self._config.max_num_seqs + self._config.max_num_waiting
-
     def add(self, sequence: Sequence) -> None:
         sequence.confidences = [1.0] * self._max_drafts
         self.waiting.append(sequence)
@@ -184,7 +179,12 @@ class Batcher:
         return min(left, self._config.max_model_len - len(sequence.tokens))
 
     def draft_limit(self, sequence: Sequence) -> int:
-        """Most drafts worth verifying: the token that follows them is the sequence's last at the latest."""
+        """Most drafts worth verifying: the token that follows them is the sequence's last at the latest.
+
+        None for the prompt's own token, which is no verify round whatever the prompt's last chunk looks like.
+        """
+        if not sequence.num_output:
+            return 0
         asked = sequence.request.sampling.max_draft_tokens
         own = self._max_drafts if asked is None else min(asked, self._max_drafts)
         return max(0, min(own, self.num_left(sequence) - 1))

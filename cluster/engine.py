@@ -52,6 +52,7 @@ PLAIN = BudgetLease(cap=0)
 PROBE_EVERY_STEPS = 64
 """A step that skips drafting learns nothing about drafts: after so many in a row, one drafts to look again."""
 REFRESH_EVERY_STEPS = 8
+MAX_RETRY_AFTER_SECONDS = 60.0
 REPORT_AGE_STEPS = 2
 """The budget may only use confidences that are at least so old (dspark.md section 5)."""
 
@@ -96,8 +97,10 @@ class Engine:
         with self._lock:
             if request.request_id in self._sequences:
                 raise InvalidRequestError("request_id", f"{request.request_id!r} is already running")
-            if not self._batcher.has_room(len(self._added)):
+            if len(self._sequences) >= self._config.max_num_seqs + self._config.max_num_waiting:
                 raise QueueFullError(self._retry_after_seconds())
+            if not self._sequences:
+                self._finish_times.clear()  # the idle stretch before says nothing about how fast places come free
             self._sequences[request.request_id] = sequence
             self._added.append(sequence)
 
@@ -338,7 +341,8 @@ class Engine:
         """When the next place should be free: the mean time between the latest finishes."""
         if not self._finish_times:
             return 1.0
-        return max(1.0, (self._clock() - self._finish_times[0]) / len(self._finish_times))
+        mean = (self._clock() - self._finish_times[0]) / len(self._finish_times)
+        return min(max(1.0, mean), MAX_RETRY_AFTER_SECONDS)
 
     def _check(self, request: Request) -> None:
         """Raises InvalidRequestError for what no step could run; ranges are checked where people write them."""

@@ -93,6 +93,7 @@ def _cause(error: Exception) -> Exception:
     return error
 
 
+@app.exception_handler(Exception)
 @app.exception_handler(DSparkError)
 @app.exception_handler(404)
 @app.exception_handler(405)
@@ -203,8 +204,11 @@ class Ingress:
     @app.get("/metrics", response_model=None)
     async def metrics(self) -> Response:
         """The metrics of every process, for one scrape."""
-        async with asyncio.timeout(HUB_TIMEOUT_SECONDS):
-            return Response(await self._hub.exposition.remote(), media_type=CONTENT_TYPE)
+        try:
+            async with asyncio.timeout(HUB_TIMEOUT_SECONDS):
+                return Response(await self._hub.exposition.remote(), media_type=CONTENT_TYPE)
+        except (RayError, RayServeException, TimeoutError) as error:
+            return error_response(error)
 
     async def _parse(self, request: Request, schema: type[BodyT]) -> BodyT:
         self._keys.check(request)
@@ -242,7 +246,7 @@ class Ingress:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
             events = generation.events(include_usage, lambda error: describe(error)[1])
             await anext(events)  # raises what refuses the request, while there still is a status line to say so
-        except (DSparkError, RayError, RayServeException, TimeoutError) as error:
+        except Exception as error:  # whatever it was, the client is told in OpenAI's shape
             if isinstance(_cause(error), QueueFullError):
                 self._metrics.observe_shed()
             return error_response(error)

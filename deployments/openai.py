@@ -69,16 +69,16 @@ class _Generation(_Strict):
     model: str
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     max_tokens: int | None = Field(None, ge=1)
-    min_tokens: int | None = Field(None, ge=0)
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_LOGIT_BIASES)
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -310,7 +310,7 @@ def _default(value: float | None, default: float) -> float:
 def _logit_bias(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     pairs = []
     for key, bias in biases.items():
-        if not (key.isascii() and key.isdigit() and int(key) < vocab_size):
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
             raise InvalidRequestError("logit_bias", f"{key!r} is not a token id below {vocab_size}")
         pairs.append((int(key), float(bias)))
     return tuple(pairs)

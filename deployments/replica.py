@@ -65,6 +65,9 @@ class Replica:
 
     async def check_health(self) -> None:
         """Serve asks; raising means: replace me."""
+        for task in self._tasks:
+            if task.done() and self._dead is None:  # a bug of ours, but streams would hang behind it
+                self._bury(f"{task.get_coro()} ended: {task.exception() if not task.cancelled() else 'cancelled'}")
         if self._dead is not None:
             raise self._dead
 
@@ -109,6 +112,9 @@ class Replica:
         except RayActorError as error:
             self._bury(f"the engine's process died: {error}")
             return
+        except RayTaskError as error:
+            self._bury(f"the engine can't say how it is: {error.cause}")
+            return
         if not health.alive:
             self._bury(health.reason)
         elif health.seconds_since_last_step > self._config.unhealthy_after_s:
@@ -129,13 +135,15 @@ class Replica:
 
 
 async def _everything(queue: asyncio.Queue[Events | EngineDeadError]) -> Events:
-    """All events that have arrived, at least one. Raises the error that ended the engine."""
-    events: list[TokenEvent] = []
+    """All events that have arrived, at least one. Raises the error that ended the engine, after what came before it."""
     item = await queue.get()
-    while True:
-        if isinstance(item, EngineDeadError):
-            raise item
-        events += item
-        if queue.empty():
-            return tuple(events)
+    if isinstance(item, EngineDeadError):
+        raise item
+    events = list(item)
+    while not queue.empty() and events[-1].finish_reason is None:
         item = queue.get_nowait()
+        if isinstance(item, EngineDeadError):
+            queue.put_nowait(item)  # nothing follows it, so it is the next one again
+            break
+        events += item
+    return tuple(events)

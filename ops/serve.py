@@ -6,6 +6,7 @@ python -m ops.serve deployments/dspark_cpu.yaml
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import signal
 import socket
@@ -23,6 +24,8 @@ from deployments.config import parse_config
 from drafter.source import resolve_source
 
 POLL_SECONDS = 0.5
+LOOKS_PER_STATUS = 20
+"""Asking Serve starts a process, so it is asked far less often than /health."""
 
 
 def main() -> int:
@@ -33,8 +36,11 @@ def main() -> int:
         config = yaml.safe_load(path.read_text())
         model = parse_config(config["applications"][0]["args"]).model_loading_config
         resolve_source(model.model_source)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         print(f"{path}: {error}", file=sys.stderr)
+        return 2
+    except (KeyError, IndexError, TypeError):
+        print(f"{path}: not a Serve configuration: it needs applications, the first of them with args", file=sys.stderr)
         return 2
     host, port = address(config)
     if port_is_taken(host, port):
@@ -45,9 +51,10 @@ def main() -> int:
     server = subprocess.Popen([str(Path(sys.executable).with_name("serve")), "run", str(path)])
     signal.signal(signal.SIGTERM, lambda *_: server.send_signal(signal.SIGINT))
     try:
-        if wait_until_ready(server, f"http://{host}:{port}"):
+        ready = wait_until_ready(server, f"http://{host}:{port}")
+        if ready:
             print(welcome(f"http://{host}:{port}", model.model_id), flush=True)
-        return server.wait()
+        return server.wait() or int(not ready)
     except KeyboardInterrupt:  # Ctrl-C reached `serve run` too: it shuts the application down by itself
         return server.wait()
 
@@ -65,8 +72,13 @@ def port_is_taken(host: str, port: int) -> bool:
 
 
 def wait_until_ready(server: subprocess.Popen[bytes], url: str) -> bool:
-    """True once /health says so; False when the server ended first."""
+    """True once /health says so; False when the server ended first, or when its application can't start."""
+    looks = itertools.count(1)
     while server.poll() is None:
+        if next(looks) % LOOKS_PER_STATUS == 0 and (reason := deploy_failure()):
+            print(f"\nthe application could not start:\n{reason}", file=sys.stderr, flush=True)
+            server.send_signal(signal.SIGINT)  # `serve run` itself would wait for ever
+            return False
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
                 if response.status == 200:
@@ -75,6 +87,17 @@ def wait_until_ready(server: subprocess.Popen[bytes], url: str) -> bool:
             pass
         time.sleep(POLL_SECONDS)
     return False
+
+
+def deploy_failure() -> str | None:
+    """Why Serve gave an application up; None while it hasn't, or can't be asked yet."""
+    program = str(Path(sys.executable).with_name("serve"))
+    answer = subprocess.run([program, "status"], capture_output=True, text=True)
+    try:
+        applications = yaml.safe_load(answer.stdout)["applications"].values()
+    except (yaml.YAMLError, TypeError, KeyError, AttributeError):
+        return None
+    return next((app["message"] for app in applications if app["status"] == "DEPLOY_FAILED"), None)
 
 
 def welcome(url: str, model_id: str) -> str:

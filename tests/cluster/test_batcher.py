@@ -159,15 +159,6 @@ def test_what_could_never_run_is_refused_by_name() -> None:
         assert caught.value.field_name == name
 
 
-def test_room_counts_running_waiting_and_arriving() -> None:
-    batcher = make(max_num_seqs=2, max_num_waiting=1)
-    add(batcher, [1])
-    assert batcher.has_room(1)
-    assert not batcher.has_room(2)
-    finish_step(batcher, batcher.plan(0))
-    assert not batcher.has_room(2), "running or waiting is the same to the bound"
-
-
 def test_blocks_all_return() -> None:
     batcher = make(max_drafts=3)
     pool = batcher._pool
