@@ -179,12 +179,7 @@ class Batcher:
         return min(left, self._config.max_model_len - len(sequence.tokens))
 
     def draft_limit(self, sequence: Sequence) -> int:
-        """Most drafts worth verifying: the token that follows them is the sequence's last at the latest.
-
-        None for the prompt's own token, which is no verify round whatever the prompt's last chunk looks like.
-        """
-        if not sequence.num_output:
-            return 0
+        """Most drafts worth verifying: the token that follows them is the sequence's last at the latest."""
         asked = sequence.request.sampling.max_draft_tokens
         own = self._max_drafts if asked is None else min(asked, self._max_drafts)
         return max(0, min(own, self.num_left(sequence) - 1))
@@ -230,7 +225,8 @@ class Batcher:
     def _plan_drafts(self, plan: Plan, room: int) -> None:
         """Reserve blocks for drafts, never by preempting. Who gets the rows of `room` is for ADMIT to say."""
         for chunk in plan.chunks:
-            limit = min(self.draft_limit(chunk.sequence), room)
+            # The prompt's own token is no verify round, not even where the prompt's last chunk is a single row.
+            limit = min(self.draft_limit(chunk.sequence), room) if chunk.sequence.num_output else 0
             length = len(chunk.sequence.tokens)
             # Without blocks for all of them, the free slots of the last block remain.
             if limit and not self._pool.grow(chunk.sequence.block_ids, length + limit):

@@ -137,7 +137,7 @@ class EngineMetrics:
         self._trimmed.inc(num_proposed - num_verified)
         self._used.inc(num_verified)
         self._granted.inc(result.cap)
-        if result.rounds and result.mode == "local" and result.cap == 0:
+        if result.rounds and result.mode == "local" and not (result.cap or result.report.drafted):
             self._skipped.inc()
 
     def _observe_round(self, verify_round: VerifyRound) -> None:
