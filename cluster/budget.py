@@ -81,6 +81,8 @@ def admit(survival: ArrayLike, limits: ArrayLike, lease: BudgetLease) -> list[in
     survival [R][G], current; limits [R]. Slots under lease.price are not worth their time. Ties break by (position,
     request), never by value, and survival is taken as non-increasing along a request, so what is admitted is a prefix.
     """
+    if not len(np.asarray(limits)):
+        return []  # nothing was drafted: a lease outlives the drafts that it was made for
     # Rounding must not let a later slot beat an earlier one of its request.
     ordered = np.minimum.accumulate(np.asarray(survival, dtype=np.float64), axis=1)
     num_requests, num_slots = ordered.shape

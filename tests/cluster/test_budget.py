@@ -190,3 +190,7 @@ def test_a_large_engine_is_decided_in_well_under_a_step() -> None:
     curve = curve_of([20.0 + 0.3 * n for n in range(2048)])
     lease = allocate(report_of([tuple(row) for row in survival.tolist()]), curve)
     assert sum(admit(survival, [7] * 256, lease)) == lease.cap > 0
+
+
+def test_nothing_drafted_admits_nothing() -> None:
+    assert admit([], [], BudgetLease(cap=4, price=0.2)) == []
