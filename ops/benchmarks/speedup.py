@@ -142,7 +142,7 @@ def run(options: argparse.Namespace) -> report.Row:
     return {
         **report.provenance(),
         "model": config.model_source,
-        "drafter": config.drafter_source,
+        "drafter": config.drafter_source and Path(config.drafter_source).name,  # no folder of this machine
         "dtype": config.dtype,
         "max_tokens": options.max_tokens,
         "step_time_seconds_by_tokens": step_times,
