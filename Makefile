@@ -39,7 +39,7 @@ check: $(STAMP) ## lint, formatting and types
 bench: $(STAMP) ## plain, fixed and scheduled decoding, side by side in one run (ARGS="--quick": under a minute)
 	@$(BIN)/python -m ops.benchmarks.speedup $(ARGS)
 
-# torch goes first and alone, pinned exactly: left to a resolver, a range brings a CUDA build of several gigabytes.
+# torch goes first and alone, pinned exactly: a resolver may take a newer release, and its CUDA build where only one CPU build is at hand.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "Python 3.11 or later is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another: make PYTHON=python3.12" >&2; exit 1; }

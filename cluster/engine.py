@@ -157,7 +157,6 @@ class Engine:
             num_tokens=plan.num_tokens,
             seconds=self._clock() - started,
             draft_seconds=draft_seconds,
-            finished=tuple(event.request_id for event in (*aborted, *events) if event.finish_reason),
             rounds=tuple(rounds),
             mode=mode,
             cap=plan.max_drafts,

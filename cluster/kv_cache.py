@@ -176,10 +176,6 @@ class PagedKV:
         self._layer_slots = self._blocks.view(num_layers, num_blocks * block_size, width).unbind(0)
         self._layer_blocks = self._blocks.unbind(0)
 
-    @property
-    def num_bytes(self) -> int:
-        return self._blocks.nbytes
-
     def write_rows(self, layer: int, slots_N: Tensor, key_value_rows: Tensor) -> None:
         """Stores rows [N, 2*H*C], keys before values, of one layer."""
         self._layer_slots[layer].index_copy_(0, slots_N, key_value_rows)

@@ -5,7 +5,7 @@ Frozen dataclasses of plain values: picklable, comparable, and without a dict in
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -180,9 +180,8 @@ class StepResult:
     """Rows of the flat batch: anchors + drafts + prefill."""
     seconds: float
     draft_seconds: float
-    finished: tuple[str, ...] = field(default=())
     rounds: tuple[VerifyRound, ...] = ()
-    """One per request that had an anchor in the batch."""
+    """One per request that verified; the token that a prompt ends in is no round."""
     mode: SchedulerMode = "plain"
     cap: int = 0
     """Draft tokens that this step was allowed to verify."""
