@@ -66,20 +66,18 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def prompt_stream(prompts: Sequence[Prompt], seed: int) -> Iterator[Prompt]:
-    """Endless, deterministic; every prefix mixes the domains in proportion to the square root of their sizes.
+    """Endless, deterministic; every domain is equally likely at every place.
 
-    So a small domain is seen more often than its size alone would give it, and a large one doesn't drown it. Each
-    domain is shuffled, and starts over when it is used up: at a temperature, a second answer is another answer.
+    What a file holds most of is rarely what is served most, so a domain counts once, whatever its size. Each domain is
+    shuffled, and starts over when it is used up: at a temperature, a second answer is another answer.
     """
     domains: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         domains.setdefault(prompt.domain, []).append(prompt)
     dice = random.Random(seed)
-    endless = {name: _endless(members, random.Random(f"{seed} {name}")) for name, members in sorted(domains.items())}
-    names = list(endless)
-    weights = [len(domains[name]) ** 0.5 for name in names]
+    endless = [_endless(members, random.Random(f"{seed} {name}")) for name, members in sorted(domains.items())]
     while True:
-        yield next(endless[dice.choices(names, weights)[0]])
+        yield next(dice.choice(endless))
 
 
 def _endless(prompts: list[Prompt], dice: random.Random) -> Iterator[Prompt]:
