@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from drafter.checkpoint import load_checkpoint
@@ -49,6 +49,8 @@ class Rounds:
     """[N] int64: tokens committed, the recovered or bonus token included; an accepted end token is the last one."""
     num_slots: Tensor
     """[N] int64: slots whose outcome counts, those up to an accepted end token."""
+    confidence_inputs: Tensor
+    """[N, G, D + r]: what the confidence head computed the logits from; [N, G, 0] unless it was asked for."""
 
 
 @dataclass(slots=True)
@@ -68,14 +70,23 @@ class _Lane:
 class Rollout:
     """Decodes conversations at one temperature with every draft verified."""
 
-    def __init__(self, target: Target, drafter: DSpark, temperature: float, max_new_tokens: int) -> None:
+    def __init__(
+        self, target: Target, drafter: DSpark, temperature: float, max_new_tokens: int, keep_inputs: bool = False
+    ) -> None:
+        """keep_inputs: record what the confidence head sees, too."""
         self._target = target
         self._drafter = drafter
         self._temperature = temperature
         self._max_new_tokens = max_new_tokens
         self._seed = secrets.randbits(62)
         self._step = 0
-        self._record: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
+        self._record: list[tuple[Tensor, ...]] = []
+        self._inputs = torch.empty(0)
+        if keep_inputs and drafter.confidence_head is not None:
+            drafter.confidence_head.register_forward_pre_hook(self._see_inputs)
+
+    def _see_inputs(self, _head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self._inputs = torch.cat(inputs, dim=-1)
 
     @torch.inference_mode()
     def run(self, conversations: Sequence[Conversation], batch_size: int) -> Rounds:
@@ -203,7 +214,9 @@ class Rollout:
             num_slots.append(end + 1 if end < accepted else self._drafter.block_size)
         logits = torch.logit(confidences.double().clamp(1e-9, 1 - 1e-9)).float() * self._drafter.sts_temperatures
         conversation = torch.tensor([indices[row] for row in lane.running])
-        self._record.append((conversation, logits, num_accepted, torch.tensor(num_tokens), torch.tensor(num_slots)))
+        inputs = self._inputs if self._inputs.numel() else logits.new_empty(*logits.shape, 0)
+        tokens, slots = torch.tensor(num_tokens), torch.tensor(num_slots)
+        self._record.append((conversation, logits, num_accepted, tokens, slots, inputs))
 
 
 def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
@@ -229,10 +242,12 @@ def load_for_rollout(arguments: argparse.Namespace) -> tuple[Target, DSpark]:
     return target, drafter
 
 
-def roll_out(target: Target, drafter: DSpark, arguments: argparse.Namespace) -> tuple[list[Conversation], Rounds]:
+def roll_out(
+    target: Target, drafter: DSpark, arguments: argparse.Namespace, keep_inputs: bool = False
+) -> tuple[list[Conversation], Rounds]:
     """Decode the prompts that the arguments name."""
     conversations = _conversations(target, arguments)
-    rollout = Rollout(target, drafter, arguments.temperature, arguments.max_new_tokens)
+    rollout = Rollout(target, drafter, arguments.temperature, arguments.max_new_tokens, keep_inputs)
     return conversations, rollout.run(conversations, arguments.batch_size)
 
 
