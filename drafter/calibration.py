@@ -131,7 +131,7 @@ class _Logistic:
             loss.backward()  # type: ignore[no-untyped-call]
             return loss
 
-        optimizer.step(closure)
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
         return self._start + change.detach() / self._deviation
 
 
