@@ -44,7 +44,7 @@ from cluster.shard import Shard, StepTensors
 from cluster.sps import CostCurve
 from cluster.verifier import Outcome
 from drafter.interface import Draft
-from drafter.speculative import SamplingRows
+from drafter.speculative import SamplingRows, draft_sampler
 
 UNLIMITED = BudgetLease(cap=2**31)
 """All that requests and rows allow."""
@@ -199,12 +199,13 @@ class Engine:
         anchored = plan.anchored
         if len(chunks) < len(anchored):
             rows = rows.select(torch.tensor([i for i, chunk in enumerate(anchored) if chunk.max_drafts]))
+        num_slots = max(chunk.max_drafts for chunk in chunks)
         draft = self._shard.draft(
             anchors=[s.tokens[-1] for s in sequences],
             num_context=[s.num_computed for s in sequences],
             block_ids=[s.block_ids for s in sequences],
-            sampler=verifier.draft_sampler(rows, self._shard.target_ids),
-            num_slots=max(chunk.max_drafts for chunk in chunks),
+            sampler=draft_sampler(rows, num_slots, self._shard.target_ids),
+            num_slots=num_slots,
         )
         tokens, confidences = draft.tokens.tolist(), draft.confidences.tolist()
         for chunk, proposed, confidence in zip(chunks, tokens, confidences, strict=True):

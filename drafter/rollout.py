@@ -23,7 +23,7 @@ from tqdm import tqdm
 from drafter.checkpoint import load_checkpoint
 from drafter.data import prompt_stream, read_prompts, read_responses
 from drafter.dspark import DSpark
-from drafter.speculative import Purpose, SamplingRows, probabilities, round_seeds, sample, verify
+from drafter.speculative import SamplingRows, draft_sampler, round_seeds, verify
 from drafter.target import RowCache, Target, render_chat
 
 
@@ -168,13 +168,7 @@ class Rollout:
         slots = torch.tensor(lane.running)
         anchors = torch.tensor([lane.tokens[row][-1] for row in lane.running])
         at = torch.tensor([len(lane.tokens[row]) - 1 for row in lane.running])
-        draft_rows = self._rows(at + 1, slots)
-
-        def sampler(slot: int, logits: Tensor) -> tuple[Tensor, Tensor]:
-            rows = draft_rows.at(at + 1 + slot)
-            distribution = probabilities(logits, rows)
-            return sample(distribution, rows, Purpose.DRAFT, drafter.target_ids), distribution
-
+        sampler = draft_sampler(self._rows(at + 1, slots), block, drafter.target_ids)
         reach = int(at.max())
         draft = drafter.propose(
             anchors,
