@@ -204,11 +204,11 @@ class Exposition:
     text: str
 
 
-def merge(expositions: Iterable[Exposition]) -> str:
-    """One text for one scrape: every sample gets its `replica` and `rank`, every family its HELP and TYPE once."""
+def merge(expositions: Iterable[Exposition], model: str) -> str:
+    """One text for one scrape: every sample gets `model`, `replica` and `rank`, every family its HELP and TYPE once."""
     families: dict[str, Metric] = {}
     for exposition in expositions:
-        labels = {"replica": exposition.replica, "rank": str(exposition.rank)}
+        labels = {"model": model, "replica": exposition.replica, "rank": str(exposition.rank)}
         for family in text_string_to_metric_families(exposition.text):
             if family.name.endswith("_created"):  # the client library's birth times: noise in a scrape
                 continue

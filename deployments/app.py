@@ -35,7 +35,7 @@ def build_app(config: LLMConfig) -> Application:
     hub = (
         serve.deployment(MetricsHub)
         .options(ray_actor_options=light, max_ongoing_requests=1024, logging_config=quiet)
-        .bind()
+        .bind(config.model_id)
     )
     replicas = (
         serve.deployment(Replica)

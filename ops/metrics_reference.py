@@ -10,7 +10,7 @@ HEADER = """# Metrics
 
 Made by `python -m ops.metrics_reference > docs/metrics.md`; don't edit.
 
-`/metrics` on the serving port gives all of them. Each sample also carries `replica` and `rank`.
+`/metrics` on the serving port gives all of them. Each sample also carries `model`, `replica` and `rank`.
 Position 0 is the first draft token after the last committed one. These hold by construction:
 
 - accepted length = 1 + the sum over positions of accepted tokens per round

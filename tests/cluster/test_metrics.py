@@ -111,15 +111,15 @@ def test_merge_gives_one_scrape_with_each_family_declared_once() -> None:
     for engine, num_accepted in zip(engines, (1, 2), strict=True):
         engine.observe_step(replace(STEP, rounds=(VerifyRound(2, 2, num_accepted),)))
     texts = [Exposition("a", 0, engines[0].text()), Exposition("b", 0, engines[1].text())]
-    text = merge([*texts, Exposition("a", 0, ServiceMetrics().text())])
+    text = merge([*texts, Exposition("a", 0, ServiceMetrics().text())], "m")
     declared = [line for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(declared) == len(set(declared))
     assert "_created" not in text
-    assert 'dspark_accepted_length_sum{rank="0",replica="a"} 2.0' in text
-    assert 'dspark_accepted_length_sum{rank="0",replica="b"} 3.0' in text
-    assert 'dspark_draft_tokens_accepted_total{position="1",rank="0",replica="b"} 1.0' in text
+    assert 'dspark_accepted_length_sum{model="m",rank="0",replica="a"} 2.0' in text
+    assert 'dspark_accepted_length_sum{model="m",rank="0",replica="b"} 3.0' in text
+    assert 'dspark_draft_tokens_accepted_total{model="m",position="1",rank="0",replica="b"} 1.0' in text
     assert "# TYPE dspark_draft_tokens_accepted_total counter" in text
-    assert merge([]) == ""
+    assert merge([], "m") == ""
 
 
 def test_every_name_carries_the_prefix_and_says_what_it_means() -> None:
