@@ -88,6 +88,11 @@ class EngineMetrics:
         self._measured = _counter(
             registry, "dspark_step_measured_seconds", "Time that the steps with a prediction took, summed"
         )
+        self._plain = _counter(
+            registry,
+            "dspark_step_plain_seconds",
+            "Time that plain decoding would take for the same tokens, by the cost curve, summed",
+        )
         self._ratio = Histogram(
             "dspark_step_measured_over_predicted",
             "Step time over the cost curve's expectation",
@@ -120,6 +125,9 @@ class EngineMetrics:
             self._predicted.inc(result.predicted_seconds)
             self._measured.inc(result.seconds)
             self._ratio.observe(result.seconds / result.predicted_seconds)
+        if result.plain_seconds is not None:
+            num_emitted = sum(1 + verify_round.num_accepted for verify_round in result.rounds)
+            self._plain.inc(result.plain_seconds * (num_emitted / len(result.rounds) if result.rounds else 1.0))
         self._running.set(result.num_running)
         self._waiting.set(result.report.num_waiting)
         self._preemptions.inc(result.num_preempted)

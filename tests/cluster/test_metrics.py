@@ -81,6 +81,17 @@ def test_load_and_step_times() -> None:
     assert seen["dspark_step_seconds_bucket", "0.03"] == 1 and seen["dspark_step_seconds_bucket", "0.02"] == 0
 
 
+def test_plain_decoding_needs_one_step_for_each_token_of_a_round() -> None:
+    metrics = EngineMetrics(num_kv_blocks=10, block_size=4)
+    step = replace(STEP, predicted_seconds=0.03, plain_seconds=0.02)
+    metrics.observe_step(replace(step, rounds=(VerifyRound(4, 4, 3), VerifyRound(4, 4, 0))))  # 5 tokens of 2 requests
+    metrics.observe_step(step)  # prefill alone: as long without speculation
+    metrics.observe_step(STEP)  # no curve, no opinion
+    seen = values(metrics.text())
+    assert seen["dspark_step_plain_seconds_total",] == pytest.approx(0.02 * 2.5 + 0.02)
+    assert seen["dspark_step_measured_seconds_total",] == pytest.approx(0.06)
+
+
 def test_a_step_that_could_draft_and_did_not_is_counted_as_skipped() -> None:
     idle = replace(STEP, report=replace(REPORT, drafted=False))
     metrics = EngineMetrics(num_kv_blocks=10, block_size=1)
