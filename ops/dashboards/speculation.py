@@ -100,8 +100,8 @@ PAYOFF = Row(
             minimum=None,
         ),
         Panel(
-            "Accepted length",
-            "Tokens per verify round and replica. A fall without a rise of load: traffic or drafter changed.",
+            "Accepted length by replica",
+            "Tokens per verify round. A fall without a rise of load: traffic or drafter changed.",
             "tokens",
             (
                 Query(
