@@ -40,10 +40,7 @@ def build_app(config: LLMConfig) -> Application:
     replicas = (
         serve.deployment(Replica)
         .options(
-            ray_actor_options=light,
-            max_ongoing_requests=limit,
-            logging_config=quiet,
-            **config.deployment_config.model_dump(),
+            max_ongoing_requests=limit, logging_config=quiet, **config.deployment_config.model_dump(exclude_none=True)
         )
         .bind(config, hub)
     )

@@ -14,5 +14,10 @@ def known() -> set[str]:
 
 
 def named(text: str) -> set[str]:
-    """Every metric name in PromQL, YAML or JSON."""
-    return set(re.findall(r"\bdspark_[a-z_]+", text))
+    """Every metric name in PromQL, YAML or JSON. What rules record (level:metric:operation) is not one of ours."""
+    return set(re.findall(r"(?<![\w:])dspark_[a-z_]+(?![\w:])", text))
+
+
+def recorded(text: str) -> set[str]:
+    """Every name of a recording rule that a text asks for or defines."""
+    return set(re.findall(r"\b\w+:dspark\w*:\w+", text))
