@@ -9,11 +9,6 @@ FROM python:3.11-slim-bookworm
 ARG PIP_EXTRA_INDEX_URL=""
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 
-# A C++ compiler, because torch.compile builds kernels on the CPU; tini is not needed, Ray reaps its own children.
-RUN apt-get update \
- && apt-get install --yes --no-install-recommends g++ \
- && rm -rf /var/lib/apt/lists/*
-
 WORKDIR /opt/dspark
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY drafter drafter
