@@ -1,4 +1,4 @@
-# The whole project in five targets. `make` alone lists them.
+# The whole project in a few targets. `make` alone lists them.
 #
 # PYTHON   the interpreter that makes .venv (3.11 or later)
 # CONFIG   what `make serve` runs
@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PACKAGES := drafter cluster deployments
 
-.PHONY: help setup serve test check bench
+.PHONY: help setup serve test check bench observe generate
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,16 @@ check: $(STAMP) ## lint, formatting and types
 
 bench: $(STAMP) ## plain, fixed and scheduled decoding, side by side in one run (ARGS="--quick": under a minute)
 	@$(BIN)/python -m ops.benchmarks.speedup $(ARGS)
+
+observe: $(STAMP) ## scrape the running server with a local Prometheus, these rules loaded; prints where to look
+	@$(BIN)/python -m ops.observe $(ARGS)
+
+generate: $(STAMP) ## write again what is made from code: metrics page, rules, dashboards, the chart's schema
+	@$(BIN)/python -m ops.metrics_reference > docs/metrics.md
+	@$(BIN)/python -m ops.slo > ops/slo.md
+	@$(BIN)/python -m ops.rules
+	@$(BIN)/python -m ops.dashboards
+	@$(BIN)/python -m ops.chart
 
 # torch goes first and alone, pinned exactly: a resolver may take a newer release, and its CUDA build where only one CPU build is at hand.
 $(STAMP): pyproject.toml constraints.txt

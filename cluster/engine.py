@@ -164,6 +164,7 @@ class Engine:
             mode=mode,
             cap=plan.max_drafts,
             predicted_seconds=self._predict(plan),
+            plain_seconds=self._predict_plain(plan),
             num_running=self.num_running,
             num_free_kv_blocks=self._pool.num_free,
             num_preempted=plan.num_preempted,
@@ -340,6 +341,12 @@ class Engine:
             return None
         verify_seconds = float(self._curve.step_seconds(plan.num_tokens, plan.context_tokens))
         return verify_seconds + self._curve.draft_seconds(len(plan.drafted))
+
+    def _predict_plain(self, plan: Plan) -> float | None:
+        if self._curve is None or not plan.chunks:
+            return None
+        num_drafts = sum(chunk.num_admitted for chunk in plan.drafted)
+        return float(self._curve.step_seconds(plan.num_tokens - num_drafts, plan.context_tokens))
 
     def _refresh(self, result: StepResult) -> None:
         """The curve follows the machine: every few steps it learns from the one just done."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import EngineConfig
 from cluster.engine import Engine
@@ -163,11 +164,14 @@ def load_engine(config: EngineConfig) -> Engine:
 def start_engine(config: EngineConfig, model_name: str) -> Any:
     """Start an engine actor on this node and return its handle; it reports ready when the model is loaded.
 
-    It takes no CPU of Ray's count: a laptop's cores are shared between HTTP and the engine.
+    It takes no CPU of Ray's count: what it needs is reserved by its replica, or, on a laptop, shared with HTTP.
     """
+    # Without this, an actor that reserves nothing starts on any node of the cluster.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     threads = str(config.num_threads)
     actor = ray.remote(EngineActor).options(
         num_cpus=0,
+        scheduling_strategy=here,
         max_concurrency=MAX_CONCURRENT_CALLS,
         max_restarts=0,
         runtime_env={"env_vars": {"OMP_NUM_THREADS": threads}},  # else Ray sets it to 1 and torch can't have more

@@ -187,6 +187,8 @@ class StepResult:
     """Draft tokens that this step was allowed to verify."""
     predicted_seconds: float | None = None
     """What the cost curve expected of this step; None without a curve."""
+    plain_seconds: float | None = None
+    """What it expects of the same step without its drafts: one token for each round."""
     num_running: int = 0
     num_free_kv_blocks: int = 0
     num_preempted: int = 0

@@ -88,6 +88,11 @@ class EngineMetrics:
         self._measured = _counter(
             registry, "dspark_step_measured_seconds", "Time that the steps with a prediction took, summed"
         )
+        self._plain = _counter(
+            registry,
+            "dspark_step_plain_seconds",
+            "Time that plain decoding would take for the same tokens, by the cost curve, summed",
+        )
         self._ratio = Histogram(
             "dspark_step_measured_over_predicted",
             "Step time over the cost curve's expectation",
@@ -120,6 +125,9 @@ class EngineMetrics:
             self._predicted.inc(result.predicted_seconds)
             self._measured.inc(result.seconds)
             self._ratio.observe(result.seconds / result.predicted_seconds)
+        if result.plain_seconds is not None:
+            num_emitted = sum(1 + verify_round.num_accepted for verify_round in result.rounds)
+            self._plain.inc(result.plain_seconds * (num_emitted / len(result.rounds) if result.rounds else 1.0))
         self._running.set(result.num_running)
         self._waiting.set(result.report.num_waiting)
         self._preemptions.inc(result.num_preempted)
@@ -204,11 +212,11 @@ class Exposition:
     text: str
 
 
-def merge(expositions: Iterable[Exposition]) -> str:
-    """One text for one scrape: every sample gets its `replica` and `rank`, every family its HELP and TYPE once."""
+def merge(expositions: Iterable[Exposition], model: str) -> str:
+    """One text for one scrape: every sample gets `model`, `replica` and `rank`, every family its HELP and TYPE once."""
     families: dict[str, Metric] = {}
     for exposition in expositions:
-        labels = {"replica": exposition.replica, "rank": str(exposition.rank)}
+        labels = {"model": model, "replica": exposition.replica, "rank": str(exposition.rank)}
         for family in text_string_to_metric_families(exposition.text):
             if family.name.endswith("_created"):  # the client library's birth times: noise in a scrape
                 continue

@@ -35,15 +35,12 @@ def build_app(config: LLMConfig) -> Application:
     hub = (
         serve.deployment(MetricsHub)
         .options(ray_actor_options=light, max_ongoing_requests=1024, logging_config=quiet)
-        .bind()
+        .bind(config.model_id)
     )
     replicas = (
         serve.deployment(Replica)
         .options(
-            ray_actor_options=light,
-            max_ongoing_requests=limit,
-            logging_config=quiet,
-            **config.deployment_config.model_dump(),
+            max_ongoing_requests=limit, logging_config=quiet, **config.deployment_config.model_dump(exclude_none=True)
         )
         .bind(config, hub)
     )

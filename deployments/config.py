@@ -34,13 +34,43 @@ class ModelLoadingConfig(_Section):
     )
 
 
+class RayActorOptions(_Section):
+    """What a replica, with its engine, reserves in Ray's own count."""
+
+    num_cpus: float = Field(
+        default=0, ge=0, description="0: goes anywhere. On a cluster the engine's num_threads, so that it finds a node"
+    )
+
+
+class AutoscalingConfig(_Section):
+    """Serve's autoscaling of the replicas, instead of a fixed number."""
+
+    min_replicas: int = Field(default=1, ge=1)
+    max_replicas: int = Field(ge=1)
+    target_ongoing_requests: float = Field(gt=0, description="Requests per replica that it steers for")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas = {self.min_replicas} exceeds max_replicas = {self.max_replicas}")
+        return self
+
+
 class DeploymentConfig(_Section):
     """Serve's settings of the replicas; how many requests one takes follows from the engine's own limits."""
 
-    num_replicas: int = Field(default=1, ge=1)
+    num_replicas: int | None = Field(default=None, ge=1, description="None: 1, or what autoscaling_config decides")
+    autoscaling_config: AutoscalingConfig | None = None
+    ray_actor_options: RayActorOptions = Field(default_factory=RayActorOptions)
     health_check_period_s: float = Field(default=1.0, gt=0)
     health_check_timeout_s: float = Field(default=5.0, gt=0)
     graceful_shutdown_timeout_s: float = Field(default=10.0, ge=0, description="Time to finish when stopping")
+
+    @model_validator(mode="after")
+    def _one_number(self) -> Self:
+        if self.num_replicas is not None and self.autoscaling_config is not None:
+            raise ValueError("give at most one of num_replicas and autoscaling_config")
+        return self
 
 
 class ApiKeysConfig(_Section):

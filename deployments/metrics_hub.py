@@ -26,7 +26,9 @@ class _Said:
 class MetricsHub:
     """One per application. Every method is quick."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, model: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """`model`: what clients call the model; a label of every sample."""
+        self._model = model
         self._clock = clock
         self._said: dict[tuple[str, int], _Said] = {}
 
@@ -40,7 +42,7 @@ class MetricsHub:
 
     def exposition(self) -> str:
         """The metrics of the whole service, one text."""
-        return merge(said.exposition for said in self._fresh())
+        return merge((said.exposition for said in self._fresh()), self._model)
 
     def _fresh(self) -> list[_Said]:
         oldest = self._clock() - EXPIRES_AFTER_SECONDS

@@ -10,12 +10,14 @@ HEADER = """# Metrics
 
 Made by `python -m ops.metrics_reference > docs/metrics.md`; don't edit.
 
-`/metrics` on the serving port gives all of them. Each sample also carries `replica` and `rank`.
+`/metrics` on the serving port gives all of them. Each sample also carries `model`, `replica` and `rank`.
 Position 0 is the first draft token after the last committed one. These hold by construction:
 
 - accepted length = 1 + the sum over positions of accepted tokens per round
 - proposed = verified + trimmed, budget used = verified, at every moment
 - prefix-cache ratio: `rate(dspark_prefix_cache_hit_tokens_total[5m]) / rate(dspark_prompt_tokens_total[5m])`
+- speed-up over plain decoding, by the cost curve:
+  `rate(dspark_step_plain_seconds_total[5m]) / rate(dspark_step_measured_seconds_total[5m])`
 - the cost curve is right while measured over predicted seconds stays near 1:
   `rate(dspark_step_measured_seconds_total[5m]) / rate(dspark_step_predicted_seconds_total[5m])`
 """

@@ -81,6 +81,17 @@ def test_load_and_step_times() -> None:
     assert seen["dspark_step_seconds_bucket", "0.03"] == 1 and seen["dspark_step_seconds_bucket", "0.02"] == 0
 
 
+def test_plain_decoding_needs_one_step_for_each_token_of_a_round() -> None:
+    metrics = EngineMetrics(num_kv_blocks=10, block_size=4)
+    step = replace(STEP, predicted_seconds=0.03, plain_seconds=0.02)
+    metrics.observe_step(replace(step, rounds=(VerifyRound(4, 4, 3), VerifyRound(4, 4, 0))))  # 5 tokens of 2 requests
+    metrics.observe_step(step)  # prefill alone: as long without speculation
+    metrics.observe_step(STEP)  # no curve, no opinion
+    seen = values(metrics.text())
+    assert seen["dspark_step_plain_seconds_total",] == pytest.approx(0.02 * 2.5 + 0.02)
+    assert seen["dspark_step_measured_seconds_total",] == pytest.approx(0.06)
+
+
 def test_a_step_that_could_draft_and_did_not_is_counted_as_skipped() -> None:
     idle = replace(STEP, report=replace(REPORT, drafted=False))
     metrics = EngineMetrics(num_kv_blocks=10, block_size=1)
@@ -111,15 +122,15 @@ def test_merge_gives_one_scrape_with_each_family_declared_once() -> None:
     for engine, num_accepted in zip(engines, (1, 2), strict=True):
         engine.observe_step(replace(STEP, rounds=(VerifyRound(2, 2, num_accepted),)))
     texts = [Exposition("a", 0, engines[0].text()), Exposition("b", 0, engines[1].text())]
-    text = merge([*texts, Exposition("a", 0, ServiceMetrics().text())])
+    text = merge([*texts, Exposition("a", 0, ServiceMetrics().text())], "m")
     declared = [line for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(declared) == len(set(declared))
     assert "_created" not in text
-    assert 'dspark_accepted_length_sum{rank="0",replica="a"} 2.0' in text
-    assert 'dspark_accepted_length_sum{rank="0",replica="b"} 3.0' in text
-    assert 'dspark_draft_tokens_accepted_total{position="1",rank="0",replica="b"} 1.0' in text
+    assert 'dspark_accepted_length_sum{model="m",rank="0",replica="a"} 2.0' in text
+    assert 'dspark_accepted_length_sum{model="m",rank="0",replica="b"} 3.0' in text
+    assert 'dspark_draft_tokens_accepted_total{model="m",position="1",rank="0",replica="b"} 1.0' in text
     assert "# TYPE dspark_draft_tokens_accepted_total counter" in text
-    assert merge([]) == ""
+    assert merge([], "m") == ""
 
 
 def test_every_name_carries_the_prefix_and_says_what_it_means() -> None:

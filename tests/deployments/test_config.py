@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from deployments.app import build_app
 from deployments.config import LLMConfig, parse_config
 
 YAML = Path(__file__).parents[2] / "deployments" / "dspark_cpu.yaml"
 MODEL = {"model_loading_config": {"model_id": "m"}}
+SCALED = {"max_replicas": 4, "target_ongoing_requests": 8}
 
 
 def test_shipped_file_is_valid_and_local() -> None:
@@ -29,6 +31,18 @@ def test_shipped_file_is_valid_and_local() -> None:
         ({**MODEL, "engine_kwargs": {"max_num_seqs": 0}}, "engine_kwargs.max_num_seqs: Input should be greater"),
         ({**MODEL, "engine_kwargs": {"model_source": "x"}}, "engine_kwargs: Value error, model_source is set in"),
         ({**MODEL, "http_config": {"api_keys": {}}}, "exactly one of file and environment_variable"),
+        (
+            {**MODEL, "deployment_config": {"ray_actor_options": {"num_gpu": 1}}},
+            "deployment_config.ray_actor_options.num_gpu: unknown key",
+        ),
+        (
+            {**MODEL, "deployment_config": {"num_replicas": 2, "autoscaling_config": SCALED}},
+            "at most one of num_replicas",
+        ),
+        (
+            {**MODEL, "deployment_config": {"autoscaling_config": {**SCALED, "min_replicas": 9}}},
+            "min_replicas = 9 exceeds max_replicas = 4",
+        ),
         ({}, "model_loading_config: Field required"),
     ],
 )
@@ -50,6 +64,13 @@ def test_effective_configuration_can_be_used_again() -> None:
     again = yaml.safe_load(config.effective_yaml())
     assert again["engine_kwargs"]["max_num_seqs"] == 3
     assert parse_config(again) == config
+
+
+@pytest.mark.parametrize(
+    "deployment_config", [{}, {"num_replicas": 3, "ray_actor_options": {"num_cpus": 2}}, {"autoscaling_config": SCALED}]
+)
+def test_serve_takes_every_way_to_say_how_many_replicas(deployment_config: dict[str, object]) -> None:
+    build_app(parse_config({**MODEL, "deployment_config": deployment_config}))
 
 
 def test_model_source_reaches_the_engine() -> None:

@@ -19,7 +19,7 @@ def exposition(replica: str) -> Exposition:
 
 
 def test_the_fleet_is_one_text_and_a_new_push_replaces_the_old() -> None:
-    hub = MetricsHub(Clock())
+    hub = MetricsHub("m", Clock())
     for replica in ("0", "1", "0"):
         hub.push(exposition(replica))
     text = hub.exposition()
@@ -31,7 +31,7 @@ def test_the_fleet_is_one_text_and_a_new_push_replaces_the_old() -> None:
 
 def test_who_stops_pushing_is_forgotten() -> None:
     clock = Clock()
-    hub = MetricsHub(clock)
+    hub = MetricsHub("m", clock)
     hub.push(exposition("0"), ready=True)
     clock.now += EXPIRES_AFTER_SECONDS
     hub.push(exposition("1"))
@@ -43,7 +43,7 @@ def test_who_stops_pushing_is_forgotten() -> None:
 
 
 def test_ready_is_what_was_said_last() -> None:
-    hub = MetricsHub(Clock())
+    hub = MetricsHub("m", Clock())
     hub.push(exposition("0"), ready=True)
     hub.push(exposition("0"), ready=False)
     assert not hub.any_ready()

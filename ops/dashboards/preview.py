@@ -1,0 +1,173 @@
+"""The dashboards as PNGs, for those without a Grafana: `python -m ops.dashboards.preview`.
+
+Asks Prometheus what Grafana would ask and draws every panel with its unit, legend and thresholds. Knows matplotlib and
+the panels' values; a look at the data, not a copy of Grafana's looks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.dates
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.gridspec import GridSpec
+
+from ops.dashboards.catalog import DASHBOARDS
+from ops.dashboards.model import Dashboard, Panel, Query, Unit
+from ops.prometheus import Prometheus, Series
+
+COLOURS = {"green": "#3a9d5d", "yellow": "#d8a200", "red": "#c8372d"}
+COLUMNS = 24
+"""As in Grafana: a row is 24 units wide."""
+TITLE_HEIGHT, STAT_HEIGHT, PANEL_HEIGHT, INCH = 1, 4, 8, 0.36
+Point = tuple[str, tuple[tuple[float, float], ...]]
+"""A legend and (unix time, value) in order."""
+
+
+def concrete(expression: str, window: str) -> str:
+    """An expression with the dashboard's variables filled in: every model, every replica."""
+    filled = expression.replace("$__rate_interval", window)
+    return re.sub(r"\$(model|replica)\b", ".*", filled)
+
+
+def legend_of(query: Query, labels: dict[str, str]) -> str:
+    return re.sub(r"{{(\w+)}}", lambda match: labels.get(match[1], ""), query.legend)
+
+
+def written(value: float, unit: Unit) -> str:
+    """A value as Grafana would write it, roughly."""
+    if math.isnan(value):
+        return "no data"
+    if unit == "percentunit":
+        return f"{value:.1%}"
+    if unit == "s":
+        return f"{value * 1000:.3g} ms" if abs(value) < 1 else f"{value:.3g} s"
+    suffix = {"short": "", "x": "x", "reqps": " req/s", "ops": " /s", "tokens/s": " tok/s", "tokens": " tok"}[unit]
+    return f"{value:.4g}{suffix}" if abs(value) < 1000 else f"{value:,.0f}{suffix}"
+
+
+def colour_at(panel: Panel, value: float) -> str:
+    reached = [colour for start, colour in panel.thresholds if start is None or value >= start]
+    return COLOURS[reached[-1]]
+
+
+def render(dashboard: Dashboard, ask: Callable[[Query], list[Series]], path: Path) -> None:
+    """Draw one dashboard. `ask` returns the series of a query."""
+    heights = [height for row in dashboard.rows for height in (TITLE_HEIGHT, *_heights(row.panels))]
+    figure = pyplot.figure(figsize=(COLUMNS * 0.8, (sum(heights) + 2) * INCH), layout="constrained")
+    figure.suptitle(f"{dashboard.title}: {dashboard.question}", fontsize=15, fontweight="bold")
+    grid = GridSpec(len(heights), COLUMNS, figure, height_ratios=heights)
+    line = 0
+    for row in dashboard.rows:
+        title = figure.add_subplot(grid[line, :])
+        title.set_axis_off()
+        title.text(0, 0.3, row.title, fontsize=12, fontweight="bold", color="#444444")
+        column = 0
+        line += 1
+        for panel in row.panels:
+            if column + panel.width > COLUMNS:
+                column, line = 0, line + 1
+            axes = figure.add_subplot(grid[line, column : column + panel.width])
+            _draw(axes, panel, [(legend_of(q, s.labels), s.points) for q in panel.queries for s in ask(q)])
+            column += panel.width
+        line += 1
+    figure.savefig(path, dpi=75)
+    pyplot.close(figure)
+
+
+def _heights(panels: tuple[Panel, ...]) -> list[int]:
+    """Heights of the lines that a row's panels wrap into."""
+    heights, column = [0], 0
+    for panel in panels:
+        if column + panel.width > COLUMNS:
+            heights.append(0)
+            column = 0
+        column += panel.width
+        heights[-1] = max(heights[-1], STAT_HEIGHT if panel.kind == "stat" else PANEL_HEIGHT)
+    return heights
+
+
+def _draw(axes: Axes, panel: Panel, series: list[Point]) -> None:
+    axes.set_title(panel.title, fontsize=9, loc="left")
+    if not series:
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, "no data", ha="center", va="center", color="#888888", transform=axes.transAxes)
+        return
+    {"stat": _draw_stat, "bargauge": _draw_bars, "timeseries": _draw_lines}[panel.kind](axes, panel, series)
+
+
+def _draw_stat(axes: Axes, panel: Panel, series: list[Point]) -> None:
+    value = series[0][1][-1][1]
+    axes.set(xticks=[], yticks=[], facecolor=colour_at(panel, value))
+    text = written(value, panel.unit)
+    axes.text(0.5, 0.5, text, ha="center", va="center", fontsize=17, color="white", transform=axes.transAxes)
+
+
+def _draw_bars(axes: Axes, panel: Panel, series: list[Point]) -> None:
+    series = sorted(
+        series, key=lambda point: [float(n) for n in re.findall(r"[\d.]+", point[0].replace("+Inf", "1e9"))]
+    )
+    names, values = [name for name, _ in series], [points[-1][1] for _, points in series]
+    bars = axes.barh(names, values, color=[colour_at(panel, value) for value in values])
+    axes.bar_label(bars, [written(value, panel.unit) for value in values], fontsize=7, padding=2)
+    axes.invert_yaxis()
+    axes.tick_params(labelsize=7)
+    axes.set_xlim(panel.minimum, panel.maximum)
+    axes.xaxis.set_major_formatter(lambda value, _: written(value, panel.unit))
+
+
+def _draw_lines(axes: Axes, panel: Panel, series: list[Point]) -> None:
+    names = [f"{name}: {written(points[-1][1], panel.unit)}" for name, points in series]
+    if panel.stacked:
+        moments = sorted({at for _, points in series for at, _ in points})
+        values = [[dict(points).get(at, 0.0) for at in moments] for _, points in series]
+        axes.stackplot([datetime.fromtimestamp(at) for at in moments], values, labels=names, alpha=0.7)
+    else:
+        for name, (_, points) in zip(names, series, strict=True):
+            moments_, values_ = [datetime.fromtimestamp(at) for at, _ in points], [value for _, value in points]
+            axes.plot(moments_, values_, label=name, linewidth=1.3, marker="." if len(points) == 1 else None)
+    bottom, top = axes.get_ylim()
+    for start, colour in panel.thresholds:
+        if start is not None and start <= top * 1.5:
+            axes.axhline(start, color=COLOURS[colour], linewidth=0.8, linestyle="--", alpha=0.7)
+    axes.set_ylim(bottom=panel.minimum if panel.minimum is not None else bottom, top=panel.maximum)
+    axes.yaxis.set_major_formatter(lambda value, _: written(value, panel.unit))
+    axes.xaxis.set_major_formatter(matplotlib.dates.DateFormatter("%H:%M:%S"))
+    axes.xaxis.set_major_locator(matplotlib.dates.AutoDateLocator(maxticks=5))
+    axes.tick_params(labelsize=7)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=6.5, loc="upper left", framealpha=0.7, ncols=2 if len(names) > 4 else 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prometheus", default="http://127.0.0.1:9090", help="URL of the server to ask")
+    parser.add_argument("--minutes", type=float, default=15.0, help="how far to look back")
+    parser.add_argument("--window", default="1m", help="range of the rates: at least four scrapes")
+    parser.add_argument("--output", type=Path, default=Path("runs/dashboards"), help="folder of the PNGs")
+    options = parser.parse_args()
+    server, end = Prometheus(options.prometheus), time.time()
+    start, step = end - options.minutes * 60, max(1.0, options.minutes * 60 / 200)
+    options.output.mkdir(parents=True, exist_ok=True)
+
+    def ask(query: Query) -> list[Series]:
+        return server.query_range(concrete(query.expression, options.window), start, end, step)
+
+    for dashboard in DASHBOARDS:
+        path = options.output / f"{dashboard.uid}.png"
+        render(dashboard, ask, path)
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

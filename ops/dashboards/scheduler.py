@@ -1,0 +1,175 @@
+"""Scheduler: who decides how much is verified, and is it right?"""
+
+from __future__ import annotations
+
+from ops.dashboards.model import (
+    ENGINE,
+    GREEN,
+    RED,
+    YELLOW,
+    Dashboard,
+    Panel,
+    Query,
+    Row,
+    Threshold,
+    quantiles,
+    rate,
+    ratio,
+    stat,
+)
+
+MEASURED = "dspark_step_measured_seconds_total"
+PREDICTED = "dspark_step_predicted_seconds_total"
+CURVE: tuple[Threshold, ...] = ((None, RED), (0.67, YELLOW), (0.8, GREEN), (1.25, YELLOW), (1.5, RED))
+"""Measured over predicted step time. The alert's limits are the red ones."""
+
+
+def _mode(mode: str) -> str:
+    selected = f'{ENGINE}, mode="{mode}"'
+    return f"{rate('dspark_steps_total', selected)} / {rate('dspark_steps_total', ENGINE)}"
+
+
+NOW = Row(
+    "Now",
+    (
+        stat(
+            "Decided by the engine",
+            "Share of the steps whose budget the engine's own search set.",
+            "percentunit",
+            _mode("local"),
+        ),
+        stat(
+            "Nothing to decide",
+            "Share of the steps where all that was proposed fitted, so that no search was needed.",
+            "percentunit",
+            _mode("bypass"),
+        ),
+        stat(
+            "Measured / predicted",
+            "Step time over what the cost curve expected. Budgets are as good as this is close to 1.",
+            "x",
+            ratio(MEASURED, PREDICTED, ENGINE),
+            thresholds=CURVE,
+            runbook="dsparkcostcurveoff",
+        ),
+        stat(
+            "Budget used",
+            "Share of the granted verify budget that steps used.",
+            "percentunit",
+            ratio("dspark_budget_used_tokens_total", "dspark_budget_granted_tokens_total", ENGINE),
+        ),
+        stat(
+            "Trimmed",
+            "Share of the proposed drafts that were not admitted.",
+            "percentunit",
+            ratio("dspark_draft_tokens_trimmed_total", "dspark_draft_tokens_proposed_total", ENGINE),
+            runbook="many-drafts-are-trimmed",
+        ),
+        stat(
+            "Steps",
+            "Engine steps per second, all engines.",
+            "ops",
+            rate("dspark_steps_total", ENGINE),
+            runbook="dsparkenginestuck",
+        ),
+    ),
+)
+
+WHO = Row(
+    "Who decides",
+    (
+        Panel(
+            "Steps by mode",
+            "plain: no drafter. fixed: always the whole block. bypass: all fits. local: the engine. lease: the fleet.",
+            "ops",
+            (Query(rate("dspark_steps_total", ENGINE, "mode"), "{{mode}}"),),
+            stacked=True,
+        ),
+        Panel(
+            "Steps without a draft pass",
+            "Per second and replica: the budget was 0. Right when saturated; ends by itself.",
+            "ops",
+            (Query(rate("dspark_drafter_skipped_steps_total", ENGINE, "replica"), "{{replica}}"),),
+            runbook="dsparkdrafterproposesnothing",
+        ),
+        Panel(
+            "Load that the budget answers to",
+            "Running sequences of each replica: budgets should fall as this rises.",
+            "short",
+            (Query(f"sum by (replica) (dspark_requests_running{{{ENGINE}}})", "{{replica}}"),),
+        ),
+    ),
+)
+
+BUDGET = Row(
+    "The verify budget",
+    (
+        Panel(
+            "Granted and used",
+            "Draft tokens per step that could be verified, and that were.",
+            "tokens",
+            (
+                Query(ratio("dspark_budget_granted_tokens_total", "dspark_steps_total", ENGINE), "granted"),
+                Query(ratio("dspark_budget_used_tokens_total", "dspark_steps_total", ENGINE), "used"),
+            ),
+        ),
+        Panel(
+            "Used per round",
+            "Draft tokens verified per request and step. Falls smoothly as load rises.",
+            "tokens",
+            (
+                Query(
+                    ratio("dspark_budget_used_tokens_total", "dspark_accepted_length_count", ENGINE, "replica"),
+                    "{{replica}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Trimmed of proposed",
+            "Share of the drafts that were paid for and not verified. High at low load: the cost curve is wrong.",
+            "percentunit",
+            (
+                Query(
+                    ratio("dspark_draft_tokens_trimmed_total", "dspark_draft_tokens_proposed_total", ENGINE, "replica"),
+                    "{{replica}}",
+                ),
+            ),
+            thresholds=((None, GREEN), (0.7, YELLOW), (0.9, RED)),
+            runbook="many-drafts-are-trimmed",
+            maximum=1,
+        ),
+    ),
+)
+
+RIGHT = Row(
+    "Is the cost curve right",
+    (
+        Panel(
+            "Measured over predicted step time",
+            "Near 1: budgets are set by what steps cost. Away from 1: a neighbour, another machine, other threads.",
+            "x",
+            (Query(ratio(MEASURED, PREDICTED, ENGINE, "replica"), "{{replica}}"), Query("vector(1)", "right")),
+            thresholds=CURVE,
+            runbook="dsparkcostcurveoff",
+        ),
+        Panel(
+            "Spread of measured over predicted",
+            "Quantiles over steps. A wide spread with a right middle: noise, not a wrong curve.",
+            "x",
+            quantiles("dspark_step_measured_over_predicted", ENGINE, of=(0.1, 0.5, 0.9)),
+            thresholds=CURVE,
+            runbook="dsparkcostcurveoff",
+        ),
+        Panel(
+            "Predicted and measured",
+            "Seconds of step time per second, as the curve expected and as it came.",
+            "percentunit",
+            (Query(rate(PREDICTED, ENGINE), "predicted"), Query(rate(MEASURED, ENGINE), "measured")),
+            runbook="dsparkcostcurveoff",
+        ),
+    ),
+)
+
+DASHBOARD = Dashboard(
+    "dspark-scheduler", "DSpark / Scheduler", "Who decides the budget, and is it right?", (NOW, WHO, BUDGET, RIGHT)
+)

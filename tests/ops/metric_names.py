@@ -1,0 +1,23 @@
+"""Which metrics the code exposes, and which ones a text asks for."""
+
+from __future__ import annotations
+
+import re
+
+from cluster.metrics import EngineMetrics, ServiceMetrics
+
+
+def known() -> set[str]:
+    """Every sample name of a scrape."""
+    registries = (EngineMetrics(num_kv_blocks=1, block_size=1).registry, ServiceMetrics().registry)
+    return {sample.name for registry in registries for family in registry.collect() for sample in family.samples}
+
+
+def named(text: str) -> set[str]:
+    """Every metric name in PromQL, YAML or JSON. What rules record (level:metric:operation) is not one of ours."""
+    return set(re.findall(r"(?<![\w:])dspark_[a-z_]+(?![\w:])", text))
+
+
+def recorded(text: str) -> set[str]:
+    """Every name of a recording rule that a text asks for or defines."""
+    return set(re.findall(r"\b\w+:dspark\w*:\w+", text))
