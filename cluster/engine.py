@@ -21,7 +21,7 @@ from dataclasses import replace
 
 import torch
 
-from cluster import budget, verifier
+from cluster import budget, fleet, sla, verifier
 from cluster.batcher import Batcher, Chunk, Plan, Sequence
 from cluster.config import EngineConfig
 from cluster.flat_batch import Span
@@ -34,8 +34,8 @@ from cluster.messages import (
     LoadReport,
     QueueFullError,
     Request,
-    RequestLoad,
     SchedulerMode,
+    SlaTier,
     StepResult,
     TokenEvent,
     VerifyRound,
@@ -66,6 +66,7 @@ class Engine:
         shard: Shard,
         curve: CostCurve | None,
         clock: Callable[[], float] = time.perf_counter,
+        tiers: tuple[SlaTier, ...] = (),
     ) -> None:
         """`curve` may be None only where nothing is scheduled (plain decoding, or speculation "fixed")."""
         self.max_drafts = _max_drafts(config, shard.num_draft_slots)
@@ -75,6 +76,7 @@ class Engine:
         self._shard = shard
         self._curve = curve
         self._clock = clock
+        self._tiers = tiers
         self._pool = BlockPool(config.num_kv_blocks, config.kv_block_size, config.enable_prefix_caching)
         self._batcher = Batcher(config, self._pool, self.max_drafts)
         self._lock = threading.Lock()
@@ -86,6 +88,7 @@ class Engine:
         self._num_steps = 0
         self._num_steps_undrafted = 0
         self._last_lease = UNLIMITED
+        self._floors: dict[str, int] = {}
 
     # --- requests ---
 
@@ -214,7 +217,8 @@ class Engine:
         limits = [len(chunk.proposed) for chunk in chunks]
         if sum(limits) > plan.max_drafts or lease.price > 0:
             survivals = [survival(chunk.sequence.confidences) for chunk in chunks]
-            limits = budget.admit(survivals, limits, replace(lease, cap=plan.max_drafts))
+            floors = [self._floors.get(chunk.sequence.request_id, 0) for chunk in chunks]
+            limits = budget.admit(survivals, limits, replace(lease, cap=plan.max_drafts), floors)
         for chunk, length in zip(chunks, limits, strict=True):
             chunk.num_admitted = length
 
@@ -294,30 +298,32 @@ class Engine:
             return UNLIMITED, "fixed"
         if len(self._reports) < REPORT_AGE_STEPS:
             return UNLIMITED, "bypass"
-        report = self._reports[0]
-        known = {load.request_id for load in report.requests}
-        arrivals = [self._batcher.draft_limit(s) for s in self._batcher.running if s.request_id not in known]
-        if budget.everything_admitted(report, self._curve, arrivals):
-            self._last_lease = UNLIMITED
-            return UNLIMITED, "bypass"
-        self._last_lease = lease = budget.allocate(
-            report,
-            self._curve,
-            max_draft_tokens=self._config.max_num_batched_tokens,
-            arrivals=arrivals,
-            previous=self._last_lease,
+        known = set(self._reports[0].request_ids)
+        new = [s for s in self._batcher.running if s.request_id not in known]
+        report = budget.with_arrivals(
+            self._reports[0],
+            limits=[self._batcher.draft_limit(s) for s in new],
+            tiers=[s.request.tier for s in new],
+            request_ids=[s.request_id for s in new],
         )
+        if budget.everything_admitted(report, self._curve, self._tiers):
+            self._last_lease, self._floors = UNLIMITED, {}
+            return UNLIMITED, "bypass"
+        [[lease]] = fleet.allocate([fleet.Group([report], self._curve, [self._last_lease])], self._tiers)
+        self._last_lease, self._floors = lease, sla.floor_lengths(report, lease.floors)
         if lease.cap == 0 and self._num_steps_undrafted >= PROBE_EVERY_STEPS:
             return BudgetLease(cap=max(self.max_drafts, self.num_running)), "local"
         return lease, "local"
 
     def _report(self, plan: Plan, drafted: bool) -> LoadReport:
+        running = self._batcher.running
+        survivals = [survival(s.confidences[: self._batcher.draft_limit(s)]) for s in running]
         return LoadReport(
             step=self._num_steps,
-            requests=tuple(
-                RequestLoad(s.request_id, tuple(survival(s.confidences[: self._batcher.draft_limit(s)])))
-                for s in self._batcher.running
-            ),
+            survival=budget.encode_survival(survivals, self.max_drafts),
+            tiers=bytes(s.request.tier for s in running),
+            request_ids=tuple(s.request_id for s in running),
+            max_draft_tokens=self._config.max_num_batched_tokens,
             num_prefill_tokens=plan.num_prefill_tokens,
             context_tokens=plan.context_tokens,
             num_waiting=self.num_waiting,
@@ -346,6 +352,8 @@ class Engine:
     def _check(self, request: Request) -> None:
         """Raises InvalidRequestError for what no step could run; ranges are checked where people write them."""
         self._batcher.check(request)
+        if not 0 <= request.tier < max(len(self._tiers), 1):
+            raise InvalidRequestError("tier", f"{request.tier} is none of the {len(self._tiers)} SLA tiers")
         size = self._shard.vocab_size
         sampling = request.sampling
         for name, token_ids in (
