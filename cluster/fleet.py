@@ -25,8 +25,8 @@ from cluster.sps import CostCurve
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_NUM_CANDIDATES = 32
-"""With floors, the search is exact up to twice so many T's; beyond, over stairs and an even grid, refined at its best."""
+_MAX_TRIED = 18
+"""With floors, so many T's at most are tried. The best of them is near, since what floors cost hardly varies with T."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class _Loads:
         rates = self.rates[q]
         gain = rates[best] - rates[kept]
         if any(tier.min_tokens_per_second for tier in tiers):
-            best, gain = self._with_floors(q, best, kept, tiers)
+            best, gain = self._with_floors(q, kept, tiers)
         option = best if gain > min_gain * rates[kept] else kept
         ranks = range(self.starts[q], self.starts[q] + len(self.groups[q].reports))
         epochs = [lease.epoch + 1 for lease in self.groups[q].previous] or [0] * len(ranks)
@@ -132,39 +132,41 @@ class _Loads:
         last_survival = self.cumulative_IS[i, cap] - self.cumulative_IS[i, max(cap - 1, 0)]
         return float(min(self.rates[q, option] * last_slot_seconds, last_survival))
 
-    def _with_floors(self, q: int, best: int, kept: int, tiers: Sequence[SlaTier]) -> tuple[int, float]:
-        """The best option when promises count, and what it is worth more than the kept one (tokens per second)."""
+    def _with_floors(self, q: int, kept: int, tiers: Sequence[SlaTier]) -> tuple[int, float]:
+        """The best option when promises count, and what it is worth more than the kept one (tokens per second).
+
+        Floors can only lower the rate of an option, so options are tried in order of their worth without them, until
+        the next can't be better. Where load leaves no room for any floors, only what needs none counts as kept.
+        """
         ranks = range(self.starts[q], self.starts[q] + len(self.groups[q].reports))
         floors = [Floors(self.reports[i], tiers) for i in ranks]
+        seconds_N = self.verify_QN[q, : self.spans_Q[q] + 1] + self.draft_Q[q]
+        bounds = self.rates[q, : self.spans_Q[q] + 2].copy()
+        bounds[0] += sum(rank.kept_without_drafts(self.verify_QN[q, 0]) for rank in floors)
+        fits = np.ones(len(seconds_N), dtype=np.bool_)
+        for i, rank in zip(ranks, floors, strict=True):
+            bounds[1:] += rank.kept(seconds_N)
+            fits &= rank.fit(self.room_IN[i, : len(seconds_N)], seconds_N)
+        bounds[1:][~fits] = -np.inf
 
         def worth(options: Ints) -> Array:
-            """[C] of options that draft."""
-            seconds = self.verify_QN[q, options - 1] + self.draft_Q[q]
-            tokens, kept_promises = np.full(len(options), float(self.running_Q[q])), np.zeros(len(options))
+            """[C] exactly, of options that draft and whose floors fit."""
+            seconds, tokens = seconds_N[options - 1], np.zeros(len(options))
             for i, rank in zip(ranks, floors, strict=True):
-                tokens += rank.expected(self.room_IN[i, options - 1], seconds, self.cumulative_IS[i])
-                kept_promises += rank.kept(seconds)
-            return np.asarray(tokens / seconds + kept_promises)
+                room = self.room_IN[i, options - 1]
+                tokens += rank.expected(room, seconds, self.cumulative_IS[i]) - self.cumulative_IS[i, room]
+            return np.asarray(bounds[options] + tokens / seconds)
 
-        values: dict[int, float] = {}
-        values[0] = float(self.rates[q, 0]) + sum(rank.kept_without_drafts(self.verify_QN[q, 0]) for rank in floors)
-        stride = max(1, int(self.spans_Q[q]) // _NUM_CANDIDATES) if self.spans_Q[q] > 2 * _NUM_CANDIDATES else 1
-        options = self._candidates(q, stride, best, kept)
-        values.update(zip(options.tolist(), worth(options).tolist(), strict=True))
+        values = {0: float(bounds[0])}
+        tried = np.argsort(-bounds, kind="stable")
+        tried = tried[(tried > 0) & np.isfinite(bounds[tried])]
+        if kept and np.isfinite(bounds[kept]):
+            tried = np.append(kept, tried[tried != kept])
+        for options in (tried[:2], tried[2:_MAX_TRIED]):
+            if len(options) and bounds[options].max() > max(values.values()):
+                values.update(zip(options.tolist(), worth(options).tolist(), strict=True))
         best = max(values, key=lambda option: (values[option], -option))
-        if stride > 1 and best:
-            near = np.arange(max(1, best - stride), min(best + stride, int(self.spans_Q[q]) + 1) + 1)
-            values.update(zip(near.tolist(), worth(near).tolist(), strict=True))
-            best = max(values, key=lambda option: (values[option], -option))
-        return best, values[best] - values[kept] if np.isfinite(values[kept]) else np.inf
-
-    def _candidates(self, q: int, stride: int, best: int, kept: int) -> Ints:
-        """Every `stride`-th option that drafts, the edges of the curve's stairs, the best with no floors, the kept."""
-        span = int(self.spans_Q[q])
-        edges = self.groups[q].curve.tokens - self.first_Q[q] if stride > 1 else np.zeros(0)
-        inside = edges[(edges >= 0) & (edges <= span)].astype(np.int64)
-        chosen = np.unique(np.concatenate([np.arange(0, span + 1, stride), inside, [span]])) + 1
-        return np.union1d(chosen, [option for option in (best, kept) if option])
+        return best, values[best] - values.get(kept, -np.inf)
 
 
 def _cumulative(reports: Sequence[LoadReport]) -> tuple[Array, Ints]:

@@ -21,6 +21,7 @@ from cluster.messages import LoadReport, SlaTier
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 def floor_lengths(report: LoadReport, needs: Sequence[float]) -> dict[str, int]:
@@ -49,44 +50,57 @@ class Floors:
         owners = np.frombuffer(report.tiers, np.uint8)
         speeds = np.array([tier.min_tokens_per_second for tier in tiers])[owners]
         promised = np.flatnonzero(speeds)
-        self._speeds = speeds[promised]
-        self._worth = self._speeds * np.array([tier.weight for tier in tiers])[owners[promised]]
-        reached = 1 + levels[promised].cumsum(axis=1) / LEVELS  # [P, G] tokens of a step with slots 0..k
-        before = np.concatenate([np.ones((len(promised), 1)), reached], axis=1)
-        self._longest = before[:, -1] / self._speeds  # [P] longest step at which the speed can be kept
+        speeds = speeds[promised]
+        tokens = np.concatenate([np.ones((len(promised), 1)), 1 + levels[promised].cumsum(axis=1) / LEVELS], axis=1)
+        # A slot is in its request's floor in steps longer than `shortest` seconds, up to the longest the request bears.
+        shortest = tokens[:, :-1] / speeds[:, None]
+        longest = tokens[:, -1] / speeds
 
         ranks = np.empty(levels.size, dtype=np.int64)
         ranks[np.argsort(LEVELS - levels.ravel(), kind="stable")] = np.arange(levels.size)
-        slots = ranks.reshape(levels.shape)[promised].ravel()
-        order = np.argsort(slots)
-        self._ranks = slots[order]  # [S] of the promised requests' slots, ascending
-        self._survival = levels[promised].ravel()[order] / LEVELS
-        self._shortest = (before[:, :-1] / self._speeds[:, None]).ravel()[order]  # shorter steps don't need the slot
-        self._until = np.repeat(self._longest, levels.shape[1])[order]
+        ever = shortest < longest[:, None]
+        order = np.argsort(ranks.reshape(levels.shape)[promised][ever])
+        self._ranks = ranks.reshape(levels.shape)[promised][ever][order]  # [S] of slots that may be floors, ascending
+        self._survival = levels[promised][ever][order] / LEVELS
+        self._shortest = shortest[ever][order]
+        self._until = np.broadcast_to(longest[:, None], shortest.shape)[ever][order]
+        self._starts, self._ends = np.sort(self._shortest), np.sort(self._until)
+
+        worth = speeds * np.array([tier.weight for tier in tiers])[owners[promised]]
+        self._bearable, self._worth = _steps_worth(longest, worth)
+        self._bearable_alone, self._worth_alone = _steps_worth(1 / speeds, worth)
 
     def kept(self, seconds: Array) -> Array:
         """[C] what the promises are worth that can be kept in steps of so many seconds, in tokens per second."""
-        return np.asarray((seconds[:, None] <= self._longest) @ self._worth)
+        return np.asarray(self._worth[np.searchsorted(self._bearable, seconds)])
 
     def kept_without_drafts(self, seconds: float) -> float:
-        return float(self._worth[self._speeds * seconds <= 1].sum())
+        return float(self._worth_alone[np.searchsorted(self._bearable_alone, seconds)])
+
+    def fit(self, room: Ints, seconds: Array) -> Bools:
+        """[C] whether `room` drafts hold the floors of steps of so many seconds."""
+        num_floor = np.searchsorted(self._starts, seconds) - np.searchsorted(self._ends, seconds)
+        return np.asarray(num_floor <= room)
 
     def expected(self, room: Ints, seconds: Array, cumulative: Array) -> Array:
-        """[C] expected accepted drafts when floors come first and survival decides about the rest.
+        """[C] expected accepted drafts when floors, which must fit, come first and survival decides about the rest.
 
-        room [C] drafts, seconds [C] of the step; cumulative [n + 1] sums of the engine's survivals by rank. -inf where
-        the floors alone need more room. The best `room` slots are a prefix of the ranks plus the floor slots behind it;
-        a prefix and what lies behind it grow together with the prefix's end, so the end is where both fill the room.
+        room [C] drafts, seconds [C] of the step; cumulative [n + 1] sums of the engine's survivals by rank. The best
+        `room` slots are a prefix of the ranks plus the floor slots behind it; a longer prefix has fewer of those
+        behind it but never fills less room, so its end is where the room is full.
         """
         if not len(self._ranks):
             return np.asarray(cumulative[room])
         floor = (self._shortest < seconds[:, None]) & (seconds[:, None] <= self._until)  # [C, S]
-        behind = np.cumsum(floor[:, ::-1], axis=1)[:, ::-1]  # floor slots from this one on
-        worth_behind = np.cumsum((floor * self._survival)[:, ::-1], axis=1)[:, ::-1]
+        behind = floor[:, ::-1].cumsum(axis=1, dtype=np.int32)[:, ::-1]  # floor slots from this one on
         enough = self._ranks + behind >= room[:, None]
-        first = enough.argmax(axis=1)[:, None]
-        found = enough.any(axis=1)
+        first, found = enough.argmax(axis=1)[:, None], enough.any(axis=1)
         num_behind = np.where(found, np.take_along_axis(behind, first, 1)[:, 0], 0)
-        rest = np.where(found, np.take_along_axis(worth_behind, first, 1)[:, 0], 0.0)
-        fits = behind[:, 0] <= room
-        return np.where(fits, cumulative[np.where(fits, room - num_behind, 0)] + rest, -np.inf)
+        late = floor & (np.arange(floor.shape[1]) >= first) & found[:, None]
+        return np.asarray(cumulative[room - num_behind] + late @ self._survival)
+
+
+def _steps_worth(longest: Array, worth: Array) -> tuple[Array, Array]:
+    """[P] the longest steps, ascending; [P + 1] what promises are worth that bear a step longer than the first n."""
+    order = np.argsort(longest)
+    return longest[order], np.append(worth[order][::-1].cumsum()[::-1], 0.0)
