@@ -21,7 +21,7 @@ from dataclasses import replace
 
 import torch
 
-from cluster import budget, verifier
+from cluster import budget, fleet, sla, verifier
 from cluster.batcher import Batcher, Chunk, Plan, Sequence
 from cluster.config import EngineConfig
 from cluster.flat_batch import Span
@@ -34,8 +34,8 @@ from cluster.messages import (
     LoadReport,
     QueueFullError,
     Request,
-    RequestLoad,
     SchedulerMode,
+    SlaTier,
     StepResult,
     TokenEvent,
     VerifyRound,
@@ -68,6 +68,7 @@ class Engine:
         shard: Shard,
         curve: CostCurve | None,
         clock: Callable[[], float] = time.perf_counter,
+        tiers: tuple[SlaTier, ...] = (),
     ) -> None:
         """`curve` may be None only where nothing is scheduled (plain decoding, or speculation "fixed")."""
         self.max_drafts = _max_drafts(config, shard.num_draft_slots)
@@ -77,6 +78,7 @@ class Engine:
         self._shard = shard
         self._curve = curve
         self._clock = clock
+        self._tiers = tiers
         self._pool = BlockPool(config.num_kv_blocks, config.kv_block_size, config.enable_prefix_caching)
         self._batcher = Batcher(config, self._pool, self.max_drafts)
         self._lock = threading.Lock()
@@ -89,6 +91,7 @@ class Engine:
         self._num_steps_undrafted = 0
         self._last_lease = UNLIMITED
         self._expected_confidences = [1.0] * self.max_drafts  # nothing is known yet: every slot gets its chance
+        self._floors: dict[str, int] = {}
 
     # --- requests ---
 
@@ -222,7 +225,8 @@ class Engine:
         limits = [len(chunk.proposed) for chunk in chunks]
         if sum(limits) > plan.max_drafts or lease.price > 0:
             survivals = [survival(chunk.sequence.confidences) for chunk in chunks]
-            limits = budget.admit(survivals, limits, replace(lease, cap=plan.max_drafts))
+            floors = [self._floors.get(chunk.sequence.request_id, 0) for chunk in chunks]
+            limits = budget.admit(survivals, limits, replace(lease, cap=plan.max_drafts), floors)
         for chunk, length in zip(chunks, limits, strict=True):
             chunk.num_admitted = length
 
@@ -303,12 +307,11 @@ class Engine:
         if len(self._reports) < REPORT_AGE_STEPS:
             return UNLIMITED, "bypass"
         report = self._current_load()
-        if budget.everything_admitted(report, self._curve):
-            self._last_lease = UNLIMITED
+        if budget.everything_admitted(report, self._curve, self._tiers):
+            self._last_lease, self._floors = UNLIMITED, {}
             return UNLIMITED, "bypass"
-        self._last_lease = lease = budget.allocate(
-            report, self._curve, max_draft_tokens=self._config.max_num_batched_tokens, previous=self._last_lease
-        )
+        [[lease]] = fleet.allocate([fleet.Group([report], self._curve, [self._last_lease])], self._tiers)
+        self._last_lease, self._floors = lease, sla.floor_lengths(report, lease.floors)
         if lease.cap == 0 and self._num_steps_undrafted >= PROBE_EVERY_STEPS:
             return BudgetLease(cap=max(self.max_drafts, self.num_running)), "local"
         return lease, "local"
@@ -318,18 +321,29 @@ class Engine:
 
         A newcomer has no draft yet, so what it is expected to accept is what others were accepting when it came.
         """
-        report = self._reports[0]
-        known = {load.request_id: load for load in report.requests}
-        return replace(report, requests=tuple(known.get(s.request_id) or self._load(s) for s in self._batcher.running))
+        report, size, running = self._reports[0], self.max_drafts, self._batcher.running
+        known = {name: report.survival[i * size : (i + 1) * size] for i, name in enumerate(report.request_ids)}
+        rows = [known.get(sequence.request_id) or self._survival(sequence) for sequence in running]
+        return replace(
+            report,
+            survival=b"".join(rows),
+            tiers=bytes(sequence.request.tier for sequence in running),
+            request_ids=tuple(sequence.request_id for sequence in running),
+        )
 
-    def _load(self, sequence: Sequence) -> RequestLoad:
+    def _survival(self, sequence: Sequence) -> bytes:
+        """One row of a report."""
         confidences = sequence.confidences[: self._batcher.draft_limit(sequence)]
-        return RequestLoad(sequence.request_id, tuple(survival(confidences)))
+        return budget.encode_survival([survival(confidences)], self.max_drafts)
 
     def _report(self, plan: Plan, drafted: bool) -> LoadReport:
+        running = self._batcher.running
         return LoadReport(
             step=self._num_steps,
-            requests=tuple(map(self._load, self._batcher.running)),
+            survival=b"".join(map(self._survival, running)),
+            tiers=bytes(sequence.request.tier for sequence in running),
+            request_ids=tuple(sequence.request_id for sequence in running),
+            max_draft_tokens=self._config.max_num_batched_tokens,
             num_prefill_tokens=plan.num_prefill_tokens,
             context_tokens=plan.context_tokens,
             num_waiting=self.num_waiting,
@@ -367,6 +381,8 @@ class Engine:
     def _check(self, request: Request) -> None:
         """Raises InvalidRequestError for what no step could run; ranges are checked where people write them."""
         self._batcher.check(request)
+        if not 0 <= request.tier < max(len(self._tiers), 1):
+            raise InvalidRequestError("tier", f"{request.tier} is none of the {len(self._tiers)} SLA tiers")
         size = self._shard.vocab_size
         sampling = request.sampling
         for name, token_ids in (

@@ -82,6 +82,8 @@ class Request:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    tier: int = 0
+    """Its place in the list of SLA tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,25 +125,35 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestLoad:
-    """One running request as `allocate` sees it."""
+class SlaTier:
+    """A speed that is promised to a request. The empty list of tiers promises nothing to anybody."""
 
-    request_id: str
-    survival: tuple[float, ...]
-    """a_0..a_{G-1}: P(prefix through slot k passes), from confidences of the report's step."""
+    name: str
+    min_tokens_per_second: float = 0.0
+    weight: float = 1.0
+    """What keeping the promise is worth: each request that is kept at its speed counts as weight *
+    min_tokens_per_second more tokens per second, so this decides how much throughput the tier may cost the others."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """The summary of one engine step, the only input of the budget."""
+    """The summary of one engine step, the only input of the budget: 2 KB for 256 requests of 7 slots."""
 
     step: int
-    requests: tuple[RequestLoad, ...]
+    survival: bytes = b""
+    """uint8 [R, G], row by row: P(prefix through slot k passes) in 255ths, from the confidences of the report's step;
+    0 where a slot may not be verified (or would pass once in 500 times). See budget.encode_survival."""
+    tiers: bytes = b""
+    """uint8 [R]: each running request's place in the list of SLA tiers."""
     num_prefill_tokens: int
     context_tokens: int
     num_waiting: int
     drafted: bool
     """False when the step skipped the draft pass; its survivals are then the last known ones."""
+    max_draft_tokens: int = 2**31
+    """Most drafts that fit a step's rows."""
+    request_ids: tuple[str, ...] = ()
+    """[R] whose rows these are. Only the engine itself asks; what is sent away leaves them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +163,11 @@ class BudgetLease:
     cap: int
     """Most draft tokens in a step."""
     price: float = 0.0
-    """Least survival worth verifying."""
+    """Least survival worth verifying, beyond the floors."""
+    padded_tokens: int = 0
+    """Rows that each rank of a lockstep group computes per step, used or not; 0 for an engine that steps alone."""
+    floors: tuple[float, ...] = ()
+    """By SLA tier: tokens that a request must get from each step to keep its promised speed."""
     epoch: int = 0
     duration_seconds: float = 1.0
     """A lease carries a duration, never a wall-clock time: clocks of nodes differ."""

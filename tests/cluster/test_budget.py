@@ -9,13 +9,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.budget import MIN_GAIN, admit, algorithm_1, allocate, everything_admitted
-from cluster.messages import BudgetLease, LoadReport, RequestLoad
+from cluster.budget import LEVELS, MIN_GAIN, admit, algorithm_1, encode_survival, everything_admitted
+from cluster.fleet import Group, allocate
+from cluster.messages import BudgetLease, LoadReport
 from cluster.sps import CostCurve, DraftSample, Provenance, VerifySample
 
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
 HERE = Provenance(model="m", dtype="bfloat16", device="cpu", num_threads=2, versions="", date="")
-survivals = st.lists(st.floats(0, 1), max_size=4).map(lambda c: tuple(np.cumprod(c).tolist()))
+MIN_SURVIVAL = 0.5 / LEVELS
+"""A report drops slots that pass less often than this."""
+
+
+def sent(confidences: list[float]) -> tuple[float, ...]:
+    """Survivals as a report holds them: 255ths."""
+    return tuple((np.rint(np.cumprod(confidences) * LEVELS) / LEVELS).tolist())
+
+
+survivals = st.lists(st.floats(0.1, 1), max_size=4).map(sent)
 batches = st.lists(survivals, min_size=1, max_size=4)
 
 
@@ -26,11 +36,25 @@ def curve_of(milliseconds: list[float], draft_ms: float = 0.0) -> CostCurve:
     return CostCurve.fit(samples, drafts, HERE)
 
 
-def report_of(batch: list[tuple[float, ...]], prefill: int = 0) -> LoadReport:
-    requests = tuple(RequestLoad(str(r), slots) for r, slots in enumerate(batch))
+def report_of(batch: list[tuple[float, ...]], prefill: int = 0, most: int = 2**31) -> LoadReport:
     return LoadReport(
-        step=0, requests=requests, num_prefill_tokens=prefill, context_tokens=0, num_waiting=0, drafted=True
+        step=0,
+        survival=encode_survival(batch, max(map(len, batch), default=0)),
+        tiers=bytes(len(batch)),
+        num_prefill_tokens=prefill,
+        context_tokens=0,
+        num_waiting=0,
+        drafted=True,
+        max_draft_tokens=most,
     )
+
+
+def lease_for(
+    report: LoadReport, curve: CostCurve, previous: BudgetLease | None = None, min_gain: float = MIN_GAIN
+) -> BudgetLease:
+    """What one engine alone gets."""
+    [[lease]] = allocate([Group([report], curve, [previous] if previous else [])], min_gain=min_gain)
+    return lease
 
 
 @st.composite
@@ -55,7 +79,7 @@ def test_allocate_and_admit_reach_the_brute_force_optimum(
 ) -> None:
     choices = product(*[range(len(slots) + 1) for slots in batch])
     best = max(rate_of(batch, lengths, curve, prefill) for lengths in choices)
-    lease = allocate(report_of(batch, prefill), curve, min_gain=0.0)
+    lease = lease_for(report_of(batch, prefill), curve, min_gain=0.0)
     padded = [[*slots, *[0.0] * (4 - len(slots))] for slots in batch]
     lengths = admit(padded, [len(slots) for slots in batch], lease)
     assert rate_of(batch, tuple(lengths), curve, prefill) == pytest.approx(best, rel=1e-9)
@@ -66,11 +90,11 @@ def test_allocate_and_admit_reach_the_brute_force_optimum(
 def test_a_lease_respects_its_limits_and_is_kept_unless_much_is_gained(
     batch: list[tuple[float, ...]], curve: CostCurve, most: int, before: int
 ) -> None:
-    report = report_of(batch)
-    lease = allocate(report, curve, max_draft_tokens=most, previous=BudgetLease(cap=before, epoch=6))
-    slots = sum(map(len, batch))
+    report = report_of(batch, most=most)
+    lease = lease_for(report, curve, BudgetLease(cap=before, epoch=6))
+    slots = sum(value > MIN_SURVIVAL for request in batch for value in request)
     assert 0 <= lease.cap <= min(most, slots) and lease.epoch == 7 and lease.price >= 0
-    again = allocate(report, curve, max_draft_tokens=most, previous=lease)
+    again = lease_for(report, curve, lease)
     assert again.cap == lease.cap  # the same report never moves it twice
     if lease.cap != min(before, most, slots):
         ranked = sorted((a for request in batch for a in request), reverse=True)
@@ -89,23 +113,23 @@ def test_noise_in_the_survivals_does_not_make_the_batch_size_flap() -> None:
     lease = None
     for _ in range(50):
         batch = [tuple(np.cumprod(np.clip(0.75 + 0.02 * generator.normal(size=7), 0, 1)).tolist()) for _ in range(4)]
-        lease = allocate(report_of(batch), curve, previous=lease)
+        lease = lease_for(report_of(batch), curve, lease)
         caps.add(lease.cap)
-        free.add(allocate(report_of(batch), curve, min_gain=0.0).cap)
+        free.add(lease_for(report_of(batch), curve, min_gain=0.0).cap)
     assert len(caps) <= 2 < len(free)
 
 
 def test_a_draft_pass_that_costs_more_than_it_returns_is_skipped() -> None:
     batch = [(0.5, 0.3)]
-    assert allocate(report_of(batch), curve_of([20.0, 20.5, 21.0, 22.0])).cap == 2
-    assert allocate(report_of(batch), curve_of([20.0, 20.5, 21.0, 22.0], draft_ms=30.0)).cap == 0
+    assert lease_for(report_of(batch), curve_of([20.0, 20.5, 21.0, 22.0])).cap == 2
+    assert lease_for(report_of(batch), curve_of([20.0, 20.5, 21.0, 22.0], draft_ms=30.0)).cap == 0
 
 
 def test_the_search_looks_behind_a_step_that_is_not_worth_it() -> None:
     """The stair from 2 to 3 rows costs more than one draft returns, but once climbed it carries four."""
     curve = curve_of([10.0, 10.0, 15.0, 15.0, 15.0, 15.0, 40.0])
     batch = [(0.95, 0.9, 0.85, 0.8, 0.75, 0.7)]
-    assert allocate(report_of(batch), curve).cap == 5
+    assert lease_for(report_of(batch), curve).cap == 5
     lengths = algorithm_1(batch, lambda n: 1 / float(curve.step_seconds(n, 0)))
     assert lengths == [1]  # the early stop can't see it
 
@@ -114,7 +138,7 @@ def test_load_lowers_the_budget_per_request() -> None:
     """Figure 8's shape: full blocks when alone, less and less towards saturation."""
     curve = curve_of([28.0 + 0.2 * min(n, 8) + 1.5 * max(n - 8, 0) for n in range(600)], draft_ms=4.0)
     request = tuple(np.cumprod([0.8] * 7).tolist())
-    per_request = [allocate(report_of([request] * n), curve).cap / n for n in (1, 4, 16, 64)]
+    per_request = [lease_for(report_of([request] * n), curve).cap / n for n in (1, 4, 16, 64)]
     assert per_request[0] >= 6
     assert per_request == sorted(per_request, reverse=True) and per_request[-1] < per_request[0] / 2
 
@@ -182,7 +206,7 @@ def test_a_large_engine_is_decided_in_well_under_a_step() -> None:
     generator = np.random.default_rng(1)
     survival = generator.uniform(0.3, 1.0, size=(256, 7)).cumprod(axis=1)
     curve = curve_of([20.0 + 0.3 * n for n in range(2048)])
-    lease = allocate(report_of([tuple(row) for row in survival.tolist()]), curve)
+    lease = lease_for(report_of([tuple(row) for row in survival.tolist()]), curve)
     assert sum(admit(survival, [7] * 256, lease)) == lease.cap > 0
 
 

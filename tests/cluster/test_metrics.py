@@ -14,7 +14,7 @@ from cluster.messages import LoadReport, StepResult, TokenEvent, VerifyRound
 from cluster.metrics import EngineMetrics, Exposition, ServiceMetrics, merge
 from ops.metrics_reference import reference
 
-REPORT = LoadReport(step=0, requests=(), num_prefill_tokens=0, context_tokens=0, num_waiting=3, drafted=True)
+REPORT = LoadReport(step=0, num_prefill_tokens=0, context_tokens=0, num_waiting=3, drafted=True)
 STEP = StepResult(step=0, events=(), report=REPORT, num_tokens=8, seconds=0.03, draft_seconds=0.004, mode="local")
 
 

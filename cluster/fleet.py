@@ -1,0 +1,182 @@
+"""How many drafts every engine of a fleet may verify: one search over what the steps cost and what drafts return.
+
+Engines that step together form a group: the ranks of a lockstep group, or one engine alone. A group's step lasts as
+long as its rank with the most rows needs, so the search goes over T, the rows of that rank: each other rank fills up to
+T at no cost. T maximises expected tokens per second plus what kept promises are worth (`sla`), globally, because the
+cost curve may be a jagged staircase. Independent groups share no step, so each is optimal for itself.
+
+Pure: reports that are two steps old in, leases out; nothing here sees a current survival. A report's survivals are
+255ths, which sorts and sums 256 engines of 1792 slots in milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.budget import LEVELS, MIN_GAIN, survival_levels
+from cluster.messages import BudgetLease, LoadReport, SlaTier
+from cluster.sla import Floors
+from cluster.sps import CostCurve
+
+Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_MAX_TRIED = 18
+"""With floors, so many T's at most are tried. The best of them is near, since what floors cost hardly varies with T."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What steps together."""
+
+    reports: Sequence[LoadReport]
+    """One per rank; a single one for an engine that steps alone."""
+    curve: CostCurve
+    """Seconds of a step by the rows of its largest rank."""
+    previous: Sequence[BudgetLease] = ()
+    """The ranks' last leases; with none, the group is taken to draft nothing."""
+
+
+def allocate(
+    groups: Sequence[Group], tiers: Sequence[SlaTier] = (), min_gain: float = MIN_GAIN
+) -> list[list[BudgetLease]]:
+    """A lease for each rank of each group. Reports name their requests' tiers by their place in `tiers`.
+
+    Without drafts a step costs no draft pass: cap 0 means "do not draft". The last budget is kept unless the best
+    promises more than `min_gain` over it, so that noise does not make the batch size flap.
+    """
+    loads = _Loads(groups)
+    best, kept = loads.rates.argmax(axis=1), loads.previous()
+    return [loads.lease(g, int(best[g]), int(kept[g]), tiers, min_gain) for g in range(len(groups))]
+
+
+class _Loads:
+    """All options of all groups. Option 0 drafts nothing; option 1 + k drafts and fills the ranks up to T = first + k.
+
+    Shape letters: I engines of all groups, Q groups, N options but the first, S sorted slots.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = groups
+        self.reports = [report for group in groups for report in group.reports]
+        sizes = [len(group.reports) for group in groups]
+        self.starts = np.cumsum([0, *sizes])[:-1]
+        owner = np.repeat(np.arange(len(groups)), sizes)
+        self.running_I = np.array([len(report.tiers) for report in self.reports])
+        self.bases_I = self.running_I + [report.num_prefill_tokens for report in self.reports]
+        self.cumulative_IS, slots_I = _cumulative(self.reports)
+        self.most_I = np.minimum(slots_I, [report.max_draft_tokens for report in self.reports])
+        self.first_Q = np.maximum.reduceat(self.bases_I, self.starts)
+        self.spans_Q = np.maximum.reduceat(self.bases_I + self.most_I, self.starts) - self.first_Q
+        self.running_Q = np.add.reduceat(self.running_I, self.starts)
+
+        options_N = np.arange(int(self.spans_Q.max(initial=0)) + 1)
+        below_I = self.first_Q[owner] - self.bases_I
+        self.room_IN = np.clip(below_I[:, None] + options_N, 0, self.most_I[:, None])
+        verified_IN = np.take_along_axis(self.cumulative_IS, self.room_IN, axis=1)
+        tokens_QN = self.running_Q[:, None] + np.add.reduceat(verified_IN, self.starts, axis=0)
+        self.verify_QN = np.stack([self._verify_seconds(q, options_N) for q in range(len(groups))])
+        ranks = zip(groups, np.maximum.reduceat(self.running_I, self.starts), strict=True)
+        self.draft_Q = np.array([group.curve.draft_seconds(int(most)) for group, most in ranks])
+        without_Q = self.running_Q / self.verify_QN[:, 0]
+        self.rates = np.concatenate([without_Q[:, None], tokens_QN / (self.verify_QN + self.draft_Q[:, None])], axis=1)
+        """[Q, 1 + N] expected tokens per second of each option, nothing promised. More room than slots never wins."""
+
+    def _verify_seconds(self, q: int, options_N: Ints) -> Array:
+        context = max(report.context_tokens for report in self.groups[q].reports)
+        return self.groups[q].curve.step_seconds(self.first_Q[q] + options_N, context)
+
+    def previous(self) -> Ints:
+        """[Q] the option that the last leases amount to."""
+        return np.array([self._previous(q, group) for q, group in enumerate(self.groups)], dtype=np.int64)
+
+    def _previous(self, q: int, group: Group) -> int:
+        if not any(lease.cap for lease in group.previous):
+            return 0
+        lease = group.previous[0]
+        rows = lease.padded_tokens or self.bases_I[self.starts[q]] + lease.cap
+        kept = 1 + int(np.clip(rows - self.first_Q[q], 0, self.spans_Q[q]))
+        return kept if kept > 1 or len(group.reports) > 1 else 0
+
+    def lease(self, q: int, best: int, kept: int, tiers: Sequence[SlaTier], min_gain: float) -> list[BudgetLease]:
+        rates = self.rates[q]
+        gain = rates[best] - rates[kept]
+        if any(tier.min_tokens_per_second for tier in tiers):
+            best, gain = self._with_floors(q, kept, tiers)
+        option = best if gain > min_gain * rates[kept] else kept
+        ranks = range(self.starts[q], self.starts[q] + len(self.groups[q].reports))
+        epochs = [lease.epoch + 1 for lease in self.groups[q].previous] or [0] * len(ranks)
+        if option == 0:
+            return [BudgetLease(cap=0, epoch=epoch) for epoch in epochs]
+        seconds = self.verify_QN[q, option - 1] + self.draft_Q[q]
+        alone = len(ranks) == 1
+        return [
+            BudgetLease(
+                cap=int(self.room_IN[i, option - 1]),
+                price=self._price(q, option) if alone else 0.0,
+                padded_tokens=0 if alone else int(self.first_Q[q] + option - 1),
+                floors=tuple(float(tier.min_tokens_per_second * seconds) for tier in tiers),
+                epoch=epoch,
+            )
+            for i, epoch in zip(ranks, epochs, strict=True)
+        ]
+
+    def _price(self, q: int, option: int) -> float:
+        """What the last slot costs at the going rate: below this survival, time is better spent on the next step."""
+        i, cap = self.starts[q], self.room_IN[self.starts[q], option - 1]
+        last_slot_seconds = self.verify_QN[q, option - 1] - self.verify_QN[q, max(option - 2, 0)]
+        last_survival = self.cumulative_IS[i, cap] - self.cumulative_IS[i, max(cap - 1, 0)]
+        return float(min(self.rates[q, option] * last_slot_seconds, last_survival))
+
+    def _with_floors(self, q: int, kept: int, tiers: Sequence[SlaTier]) -> tuple[int, float]:
+        """The best option when promises count, and what it is worth more than the kept one (tokens per second).
+
+        Floors can only lower the rate of an option, so options are tried in order of their worth without them, until
+        the next can't be better. Where load leaves no room for any floors, only what needs none counts as kept.
+        """
+        ranks = range(self.starts[q], self.starts[q] + len(self.groups[q].reports))
+        floors = [Floors(self.reports[i], tiers) for i in ranks]
+        seconds_N = self.verify_QN[q, : self.spans_Q[q] + 1] + self.draft_Q[q]
+        bounds = self.rates[q, : self.spans_Q[q] + 2].copy()
+        bounds[0] += sum(rank.kept_without_drafts(self.verify_QN[q, 0]) for rank in floors)
+        fits = np.ones(len(seconds_N), dtype=np.bool_)
+        for i, rank in zip(ranks, floors, strict=True):
+            bounds[1:] += rank.kept(seconds_N)
+            fits &= rank.fit(self.room_IN[i, : len(seconds_N)], seconds_N)
+        bounds[1:][~fits] = -np.inf
+
+        def worth(options: Ints) -> Array:
+            """[C] exactly, of options that draft and whose floors fit."""
+            seconds, tokens = seconds_N[options - 1], np.zeros(len(options))
+            for i, rank in zip(ranks, floors, strict=True):
+                room = self.room_IN[i, options - 1]
+                tokens += rank.expected(room, seconds, self.cumulative_IS[i]) - self.cumulative_IS[i, room]
+            return np.asarray(bounds[options] + tokens / seconds)
+
+        values = {0: float(bounds[0])}
+        tried = np.argsort(-bounds, kind="stable")
+        tried = tried[(tried > 0) & np.isfinite(bounds[tried])]
+        if kept and np.isfinite(bounds[kept]):
+            tried = np.append(kept, tried[tried != kept])
+        for options in (tried[:2], tried[2:_MAX_TRIED]):
+            if len(options) and bounds[options].max() > max(values.values()):
+                values.update(zip(options.tolist(), worth(options).tolist(), strict=True))
+        best = max(values, key=lambda option: (values[option], -option))
+        return best, values[best] - values.get(kept, -np.inf)
+
+
+def _cumulative(reports: Sequence[LoadReport]) -> tuple[Array, Ints]:
+    """[I, S + 1] sums of each report's highest survivals, for 0, 1, .. S slots; [I] how many slots it has."""
+    tables = [survival_levels(report).ravel() for report in reports]
+    widest = max((len(table) for table in tables), default=0)
+    missing_IS = np.full((len(tables), widest), LEVELS, np.uint8)
+    for row, table in zip(missing_IS, tables, strict=True):
+        np.subtract(LEVELS, table, out=row[: len(table)])
+    missing_IS.sort(axis=1, kind="stable")  # by radix, since these are bytes
+    cumulative_IS = np.zeros((len(tables), widest + 1))
+    np.cumsum(LEVELS - missing_IS, axis=1, dtype=np.float64, out=cumulative_IS[:, 1:])
+    return cumulative_IS / LEVELS, (missing_IS < LEVELS).sum(axis=1)

@@ -1,0 +1,292 @@
+"""The fleet's budget against brute force: all lengths, jagged curves, lockstep ranks, promised speeds."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from cluster.budget import LEVELS, admit, encode_survival, survival_levels, with_arrivals
+from cluster.fleet import Group, allocate
+from cluster.messages import BudgetLease, LoadReport, SlaTier
+from cluster.sla import floor_lengths
+from cluster.sps import CostCurve, DraftSample, Provenance, VerifySample
+
+UNTIMED = settings(
+    deadline=None, max_examples=60, suppress_health_check=list(HealthCheck)
+)  # a busy machine is no failure
+HERE = Provenance(model="m", dtype="bfloat16", device="cpu", num_threads=2, versions="", date="")
+NUM_SLOTS = 3
+TIERS = (SlaTier("standard"), SlaTier("fast", 55.0, weight=1.0), SlaTier("faster", 80.0, weight=0.3))
+STRICT = tuple(SlaTier(tier.name, tier.min_tokens_per_second, weight=1e6) for tier in TIERS)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One engine's load: [(tier, survivals)], and the prompt rows of its step."""
+
+    requests: list[tuple[int, tuple[float, ...]]]
+    prefill: int = 0
+
+    def report(self, most: int = 2**31) -> LoadReport:
+        return LoadReport(
+            step=0,
+            survival=encode_survival([slots for _, slots in self.requests], NUM_SLOTS),
+            tiers=bytes(tier for tier, _ in self.requests),
+            num_prefill_tokens=self.prefill,
+            context_tokens=0,
+            num_waiting=0,
+            drafted=True,
+            max_draft_tokens=most,
+            request_ids=tuple(str(r) for r in range(len(self.requests))),
+        )
+
+
+survivals = st.lists(st.sampled_from([1.0, 0.95, 0.8, 0.6, 0.3, 0.1]), max_size=NUM_SLOTS).map(
+    lambda c: tuple((np.rint(np.cumprod(c) * LEVELS) / LEVELS).tolist())
+)
+
+
+def ranks(max_requests: int) -> st.SearchStrategy[Rank]:
+    requests = st.lists(st.tuples(st.integers(0, 2), survivals), min_size=1, max_size=max_requests)
+    return st.builds(Rank, requests, st.integers(0, 4))
+
+
+@st.composite
+def jagged_curves(draw: st.DrawFn) -> CostCurve:
+    """Stairs of random widths and heights from 10 ms on, and a draft that may cost a lot or nothing."""
+    steps = draw(st.lists(st.sampled_from([0.0, 0.0, 0.2, 1.0, 4.0, 15.0]), min_size=20, max_size=20))
+    milliseconds = 10.0 + np.cumsum([*steps[:-1], steps[-1] + 10.0])
+    draft = draw(st.sampled_from([0.0, 1.0, 6.0]))
+    samples = [VerifySample(n + 1, 0, ms / 1000) for n, ms in enumerate(milliseconds.tolist())]
+    return CostCurve.fit(samples, [DraftSample(1, draft / 1000)] if draft else [], HERE)
+
+
+# --- the definition, straight ---
+
+
+def tokens_of(rank: Rank, lengths: tuple[int, ...]) -> list[float]:
+    return [1 + sum(slots[:n]) for (_, slots), n in zip(rank.requests, lengths, strict=True)]
+
+
+def seconds_of(group: list[Rank], lengths: list[tuple[int, ...]], curve: CostCurve) -> float:
+    """The rank with the most rows sets the time; a draft pass is paid by all if one drafts."""
+    rows = max(len(rank.requests) + rank.prefill + sum(n) for rank, n in zip(group, lengths, strict=True))
+    drafts = curve.draft_seconds(max(len(rank.requests) for rank in group)) if any(map(sum, lengths)) else 0.0
+    return float(curve.step_seconds(rows, 0)) + drafts
+
+
+def worth_of(group: list[Rank], lengths: list[tuple[int, ...]], curve: CostCurve, tiers: tuple[SlaTier, ...]) -> float:
+    """Tokens per second, and weight * speed for each promise kept."""
+    seconds = seconds_of(group, lengths, curve)
+    total = 0.0
+    for rank, own in zip(group, lengths, strict=True):
+        for (tier, _), tokens in zip(rank.requests, tokens_of(rank, own), strict=True):
+            speed = tiers[tier].min_tokens_per_second if tiers else 0.0
+            kept = tokens >= speed * seconds * (1 - 1e-12)
+            total += tokens / seconds + (tiers[tier].weight * speed if speed and kept else 0.0)
+    return total
+
+
+def floors_respected(
+    group: list[Rank], lengths: list[tuple[int, ...]], curve: CostCurve, tiers: tuple[SlaTier, ...]
+) -> bool:
+    """Whoever can keep its speed in a step of this length does: what `allocate` holds to whenever it drafts."""
+    seconds = seconds_of(group, lengths, curve)
+    for rank, own in zip(group, lengths, strict=True):
+        for (tier, slots), tokens in zip(rank.requests, tokens_of(rank, own), strict=True):
+            need = tiers[tier].min_tokens_per_second * seconds * (1 - 1e-12)
+            if tokens < need <= 1 + sum(slots):
+                return False
+    return True
+
+
+def all_lengths(group: list[Rank]) -> list[list[tuple[int, ...]]]:
+    own = [list(product(*[range(len(slots) + 1) for _, slots in rank.requests])) for rank in group]
+    return [list(choice) for choice in product(*own)]
+
+
+def admitted(group: list[Rank], leases: list[BudgetLease]) -> list[tuple[int, ...]]:
+    """What the engines make of their leases, on the very survivals that were reported."""
+    lengths = []
+    for rank, lease in zip(group, leases, strict=True):
+        table = survival_levels(rank.report()) / LEVELS
+        floors = floor_lengths(rank.report(), lease.floors)
+        limits = [len(slots) for _, slots in rank.requests]
+        own = admit(table, limits, lease, [floors.get(str(r), 0) for r in range(len(limits))])
+        lengths.append(tuple(own))
+    return lengths
+
+
+def group_of(ranks: list[Rank], curve: CostCurve, previous: list[BudgetLease] | None = None) -> Group:
+    return Group([rank.report() for rank in ranks], curve, previous or [])
+
+
+# --- against brute force ---
+
+
+@UNTIMED
+@given(st.lists(ranks(2), min_size=1, max_size=3), jagged_curves())
+def test_a_lockstep_group_reaches_the_optimum_over_all_lengths(group: list[Rank], curve: CostCurve) -> None:
+    best = max(worth_of(group, lengths, curve, ()) for lengths in all_lengths(group))
+    [leases] = allocate([group_of(group, curve)], min_gain=0.0)
+    lengths = admitted(group, leases)
+    assert worth_of(group, lengths, curve, ()) == pytest.approx(best, rel=1e-9)
+    if any(map(sum, lengths)) and len(group) > 1:
+        rows = [len(r.requests) + r.prefill + sum(n) for r, n in zip(group, lengths, strict=True)]
+        assert len({lease.padded_tokens for lease in leases}) == 1 and max(rows) <= leases[0].padded_tokens
+
+
+@UNTIMED
+@given(st.lists(ranks(2), min_size=1, max_size=2), jagged_curves())
+def test_promised_speeds_and_throughput_are_traded_as_by_brute_force(group: list[Rank], curve: CostCurve) -> None:
+    allowed = [
+        lengths
+        for lengths in all_lengths(group)
+        if not any(map(sum, lengths)) or floors_respected(group, lengths, curve, TIERS)
+    ]
+    best = max(worth_of(group, lengths, curve, TIERS) for lengths in allowed)
+    [leases] = allocate([group_of(group, curve)], TIERS, min_gain=0.0)
+    assert worth_of(group, admitted(group, leases), curve, TIERS) == pytest.approx(best, rel=1e-9)
+
+
+@UNTIMED
+@given(ranks(3), jagged_curves())
+def test_all_promises_are_kept_whenever_that_is_possible(rank: Rank, curve: CostCurve) -> None:
+    assume(any(tier for tier, _ in rank.requests))
+
+    def all_kept(lengths: list[tuple[int, ...]]) -> bool:
+        seconds = seconds_of([rank], lengths, curve)
+        tokens = tokens_of(rank, lengths[0])
+        return all(
+            t >= STRICT[tier].min_tokens_per_second * seconds * (1 - 1e-12)
+            for (tier, _), t in zip(rank.requests, tokens, strict=True)
+        )
+
+    assume(any(all_kept(lengths) for lengths in all_lengths([rank])))
+    [leases] = allocate([group_of([rank], curve)], STRICT)
+    assert all_kept(admitted([rank], leases))
+
+
+@UNTIMED
+@given(st.lists(ranks(3), min_size=1, max_size=3), jagged_curves(), st.integers(0, 6))
+def test_no_rank_gets_more_than_it_has_room_for(group: list[Rank], curve: CostCurve, most: int) -> None:
+    reports = [rank.report(most) for rank in group]
+    for tiers in ((), TIERS):
+        [leases] = allocate([Group(reports, curve)], tiers)
+        for rank, lease in zip(group, leases, strict=True):
+            assert 0 <= lease.cap <= min(most, sum(len(slots) for _, slots in rank.requests))
+            rows = len(rank.requests) + rank.prefill + lease.cap
+            assert len(group) == 1 or not lease.padded_tokens or rows <= lease.padded_tokens
+
+
+@UNTIMED
+@given(st.lists(ranks(2), min_size=1, max_size=3), jagged_curves())
+def test_groups_do_not_disturb_each_other(group: list[Rank], curve: CostCurve) -> None:
+    flat = CostCurve.fit([VerifySample(1, 0, 0.01), VerifySample(64, 0, 0.02)], [], HERE)
+    other = group_of([Rank([(1, (0.9, 0.8)), (0, ())], 40)], flat)
+    alone, among = allocate([group_of(group, curve)], TIERS), allocate([other, group_of(group, curve), other], TIERS)
+    assert among[1] == alone[0] and among[0] == among[2] == allocate([other], TIERS)[0]
+
+
+# --- what lockstep and promises mean ---
+
+
+def test_ranks_below_the_largest_verify_more_at_no_cost() -> None:
+    curve = CostCurve.fit([VerifySample(n, 0, 0.01 + 0.004 * n) for n in range(1, 40)], [], HERE)
+    slots = (0.6, 0.36, 0.216)
+    busy, idle = Rank([(0, slots)] * 8), Rank([(0, slots)] * 4)
+    [leases] = allocate([group_of([busy, idle], curve)])
+    [[alone]] = allocate([group_of([idle], curve)])
+    assert leases[1].cap - leases[0].cap == 4 and alone.cap == 0
+    assert {lease.price for lease in leases} == {0.0}, "trimming below the group's rows saves nothing"
+
+
+def test_more_load_never_raises_the_drafts_per_request() -> None:
+    curve = CostCurve.fit([VerifySample(n, 0, 0.02 + 0.0008 * n) for n in range(1, 600)], [DraftSample(1, 0.002)], HERE)
+    slots = (0.8, 0.64, 0.512)
+    for tiers in ((), TIERS):
+        caps = []
+        for load in (1, 2, 4, 8, 16, 32, 64):
+            [[lease]] = allocate([group_of([Rank([(0, slots)] * load)], curve)], tiers)
+            caps.append(lease.cap / load)
+        assert caps[0] == NUM_SLOTS and caps[-1] < 2
+        assert all(later <= earlier + 1 / 8 for earlier, later in zip(caps, caps[1:], strict=False))
+
+
+def test_a_promise_shortens_the_step_as_far_as_its_weight_goes() -> None:
+    """Eight easy requests want long steps; a hard one is promised a speed that it gets from short steps only."""
+    curve = CostCurve.fit([VerifySample(n, 0, 0.010 + 0.001 * n) for n in range(1, 80)], [], HERE)
+    rank = Rank([(0, (0.9, 0.81, 0.729))] * 8 + [(1, (0.3, 0.09, 0.027))])
+
+    def decided(weight: float) -> BudgetLease:
+        [[lease]] = allocate([group_of([rank], curve)], (SlaTier("any"), SlaTier("fast", 50.0, weight)))
+        return lease
+
+    assert decided(0.0).cap == 24 > decided(100.0).cap
+    [lengths] = admitted([rank], [decided(100.0)])
+    seconds = seconds_of([rank], [lengths], curve)
+    assert tokens_of(rank, lengths)[-1] >= 50 * seconds
+    assert lengths[-1] >= 1, "its floor comes before better drafts of others"
+
+
+def test_budgets_do_not_flap_and_lockstep_keeps_its_rows() -> None:
+    curve = CostCurve.fit([VerifySample(n, 0, 0.02 + 0.0005 * n) for n in range(1, 100)], [], HERE)
+    generator, leases, seen = np.random.default_rng(0), [], set()
+    for _ in range(40):
+        noisy = [tuple(np.cumprod(0.75 + 0.02 * generator.normal(size=3)).tolist()) for _ in range(8)]
+        group = [Rank([(0, slots) for slots in noisy]), Rank([(0, slots) for slots in noisy[:5]])]
+        [leases] = allocate([group_of(group, curve, leases)], TIERS[:1])
+        seen.add(leases[0].padded_tokens)
+    assert len(seen) <= 2 and leases[0].epoch == 39
+
+
+def test_arrivals_and_floors_know_each_other() -> None:
+    report = with_arrivals(Rank([(0, (0.5,))]).report(), [2], [1], ["new"])
+    assert survival_levels(report).tolist() == [[128, 0, 0], [255, 255, 0]]
+    assert floor_lengths(report, (0.0, 2.5)) == {"0": 0, "new": 2}
+    assert floor_lengths(report, (1.6, 3.5)) == {"0": 0, "new": 0}, "nobody needs drafts for what they can't give"
+    assert floor_lengths(report, ()) == {}
+
+
+def test_a_report_of_256_requests_is_small() -> None:
+    table = np.random.default_rng(0).uniform(size=(256, 7)).tolist()
+    report = LoadReport(
+        step=10**9,
+        survival=encode_survival(table, 7),
+        tiers=bytes(256),
+        num_prefill_tokens=8192,
+        context_tokens=10**7,
+        num_waiting=1000,
+        drafted=True,
+    )
+    assert len(pickle.dumps(report)) <= 4096
+    assert np.abs(survival_levels(report) / LEVELS - table).max() <= 0.5 / LEVELS + 1e-12
+
+
+# --- floors and causality in admit ---
+
+
+@UNTIMED
+@given(st.data(), st.integers(1, 4))
+def test_a_token_never_decides_about_itself_when_floors_come_first(data: st.DataObject, num_requests: int) -> None:
+    confidence = st.sampled_from([0.0, 0.2, 0.5, 0.5, 0.9, 1.0])
+    table = st.lists(st.lists(confidence, min_size=4, max_size=4), min_size=num_requests, max_size=num_requests)
+    before = np.array(data.draw(table))
+    request, slot = data.draw(st.integers(0, num_requests - 1)), data.draw(st.integers(0, 3))
+    after = before.copy()
+    after[request, slot + 1 :] = np.array(data.draw(table))[request, slot + 1 :]
+    lengths = st.lists(st.integers(0, 4), min_size=num_requests, max_size=num_requests)
+    limits, floors = data.draw(lengths), data.draw(lengths)
+    lease = BudgetLease(cap=data.draw(st.integers(0, 12)), price=data.draw(st.sampled_from([0.0, 0.1, 0.5])))
+    first = admit(before.cumprod(axis=1), limits, lease, floors)
+    second = admit(after.cumprod(axis=1), limits, lease, floors)
+    assert min(first[request], slot + 1) == min(second[request], slot + 1)
+    assert sum(first) <= lease.cap
+    if sum(map(min, floors, limits)) <= lease.cap:
+        assert all(n >= min(f, m) for n, f, m in zip(first, floors, limits, strict=True))
