@@ -13,14 +13,17 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
-from cluster.flat_batch import Span, flatten
+from cluster.flat_batch import flatten
 from cluster.kv_cache import PagedKV
+from cluster.messages import Span
 from cluster.models.decoder import Decoder
 from cluster.models.loader import load_decoder
 
@@ -54,6 +57,13 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "mistral": MistralConfig(**SIZES, head_dim=8, sliding_window=None),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20, norm_topk_prob=True
+    ),
+    "qwen3-moe-some-dense": Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20, mlp_only_layers=[1]
+    ),
 }
 
 
