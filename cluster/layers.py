@@ -58,9 +58,11 @@ class RowParallelLinear:
     ) -> None:
         """`order_I`: the order in which this rank's inputs arrive."""
         weight_OI = read(f"{name}.weight", mesh.part(1))
+        bias_O = read(f"{name}.bias") if bias else None
         # Only one rank may add the bias: the outputs are summed.
-        bias_O = read(f"{name}.bias") if bias and mesh.leads else None
-        self.partial = FrozenLinear(weight_OI if order_I is None else weight_OI[:, order_I], bias_O)
+        self.partial = FrozenLinear(
+            weight_OI if order_I is None else weight_OI[:, order_I], bias_O if mesh.leads else None
+        )
         """[N, I of this rank] -> this rank's term of the sum [N, O]."""
         self._mesh = mesh
 
