@@ -95,6 +95,7 @@ class Mesh:
                 rank=rank,
                 world_size=mesh.size,
                 timeout=timedelta(seconds=timeout_seconds),
+                device_id=mesh.device if mesh.device.type == "cuda" else None,
             )
             ranks = torch.arange(mesh.size).view(mesh.dp_size, mesh.tp_size)
             for replica in ranks.tolist():  # every rank makes every group, in the same order

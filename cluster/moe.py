@@ -69,7 +69,7 @@ def route(logits_NE: Tensor, config: MoEConfig, correction_E: Tensor | None = No
     scores_NE = logits_NE.sigmoid() if config.scoring == "sigmoid" else logits_NE.softmax(-1)
     ranked_NE = scores_NE if correction_E is None else scores_NE + correction_E
     if config.num_groups > 1:
-        grouped = ranked_NE.unflatten(1, (config.num_groups, -1))
+        grouped = ranked_NE.view(-1, config.num_groups, config.num_experts // config.num_groups)
         best = grouped.topk(2, dim=-1).values.sum(-1).topk(config.num_groups_kept, dim=-1).indices
         dropped = torch.ones(grouped.shape[:2], dtype=torch.bool, device=grouped.device).scatter_(1, best, False)
         ranked_NE = grouped.masked_fill(dropped[..., None], -torch.inf).flatten(1)
