@@ -21,8 +21,8 @@ from drafter.packing import FrozenLinear
 
 
 class ReadWeight(Protocol):
-    def __call__(self, name: str, part: Part = WHOLE) -> Tensor:
-        """The part of the tensor of that name, in the dtype and on the device that the model computes with."""
+    def __call__(self, name: str, part: Part = WHOLE, dtype: torch.dtype | None = None) -> Tensor:
+        """The part of the tensor of that name, on the model's device, and in its dtype where none is asked for."""
         ...
 
 

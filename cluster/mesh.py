@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 import pickle
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,6 +66,9 @@ class Mesh:
         self.dp_rank, self.tp_rank = divmod(rank, self.tp_size)
         self.timeout_seconds = math.inf
         """Longest that a collective may take."""
+        self.num_collectives: Counter[str] = Counter()
+        self.seconds_in_collectives = 0.0
+        """By the CPU's clock, waiting for slower ranks included; between GPUs only the time to hand the work over."""
         # torch.distributed.ProcessGroup of this rank's replica, and of the ranks with its tp_rank in all replicas.
         self._tp: Any = None
         self._dp: Any = None
@@ -88,7 +93,7 @@ class Mesh:
             return mesh
         # Messages and counts travel as CPU tensors even between GPUs: each device has its own backend.
         backend = "cpu:gloo,cuda:nccl" if mesh.device.type == "cuda" else "gloo"
-        with mesh._reporting("the rendezvous"):
+        with mesh._collective("the rendezvous"):
             dist.init_process_group(
                 backend,
                 init_method=init_method,
@@ -154,7 +159,7 @@ class Mesh:
     def all_reduce(self, partial: Tensor) -> Tensor:
         """The sum of the ranks' `partial`, in place."""
         if self.tp_size > 1:
-            with self._reporting("all_reduce"):
+            with self._collective("all_reduce"):
                 dist.all_reduce(partial, group=self._tp)
         return partial
 
@@ -163,7 +168,7 @@ class Mesh:
         if self.tp_size == 1:
             return part
         parts = [torch.empty_like(part) for _ in range(self.tp_size)] if self.leads else None
-        with self._reporting("gather"):
+        with self._collective("gather"):
             dist.gather(part.contiguous(), parts, group_dst=0, group=self._tp)
         return part if parts is None else torch.cat(parts, -1)
 
@@ -174,7 +179,7 @@ class Mesh:
         if self.dp_size == 1:
             return rows_ND
         gathered = rows_ND.new_empty(self.dp_size * rows_ND.shape[0], *rows_ND.shape[1:])
-        with self._reporting("all_gather"):
+        with self._collective("all_gather"):
             dist.all_gather_into_tensor(gathered, rows_ND.contiguous(), group=self._dp)
         return gathered
 
@@ -183,7 +188,7 @@ class Mesh:
         if self.dp_size == 1:
             return partial
         own = partial.new_empty(partial.shape[0] // self.dp_size, *partial.shape[1:])
-        with self._reporting("reduce_scatter"):
+        with self._collective("reduce_scatter"):
             dist.reduce_scatter_tensor(own, partial.contiguous(), group=self._dp)
         return own
 
@@ -194,7 +199,7 @@ class Mesh:
         if self.size == 1:
             return rows
         received = rows.new_empty(sum(num_received), *rows.shape[1:])
-        with self._reporting("all_to_all"):
+        with self._collective("all_to_all"):
             dist.all_to_all_single(received, rows.contiguous(), list(num_received), list(num_sent))
         return received
 
@@ -205,7 +210,7 @@ class Mesh:
         if self.dp_size == 1:
             return (value,)
         values = torch.empty(self.dp_size, dtype=torch.int64)
-        with self._reporting("agree"):
+        with self._collective("agree"):
             dist.all_gather_into_tensor(values, torch.tensor([value]), group=self._dp)
         return tuple(values.tolist())
 
@@ -214,7 +219,7 @@ class Mesh:
         if self.size == 1:
             return value
         decided = torch.tensor(value)
-        with self._reporting("decide"):
+        with self._collective("decide"):
             dist.broadcast(decided, 0)
         return int(decided)
 
@@ -225,7 +230,7 @@ class Mesh:
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         data = len(data).to_bytes(8, "little") + data
         head = bytearray(data[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0"))
-        with self._reporting("send"):
+        with self._collective("send"):
             dist.broadcast(torch.frombuffer(head, dtype=torch.uint8), group_src=0, group=self._tp)
             if len(data) > _HEAD_BYTES:
                 rest = bytearray(data[_HEAD_BYTES:])
@@ -234,7 +239,7 @@ class Mesh:
     def receive(self) -> Any:
         """The leader's next message; only ranks that don't lead call it."""
         head = torch.empty(_HEAD_BYTES, dtype=torch.uint8)
-        with self._reporting("receive"):
+        with self._collective("receive"):
             dist.broadcast(head, group_src=0, group=self._tp)
             data = head.numpy().tobytes()
             missing = int.from_bytes(data[:8], "little") + 8 - _HEAD_BYTES
@@ -245,11 +250,14 @@ class Mesh:
         return pickle.loads(data[8:])
 
     @contextmanager
-    def _reporting(self, what: str) -> Iterator[None]:
+    def _collective(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
         try:
             yield
         except RuntimeError as error:  # torch's DistBackendError, and gloo's plain ones
             raise GroupError(
                 f"rank {self.rank} of {self.size} (replica {self.dp_rank}, tensor-parallel rank {self.tp_rank}) lost "
-                f"its group in {what}: {error}"
+                f"its group in {name}: {error}"
             ) from error
+        self.num_collectives[name] += 1
+        self.seconds_in_collectives += time.perf_counter() - started

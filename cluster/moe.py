@@ -86,11 +86,11 @@ class MoE:
     def __init__(self, read: ReadWeight, name: str, config: MoEConfig, mesh: Mesh) -> None:
         self._config, self._mesh = config, mesh
         self._local = mesh.experts(config.num_experts)
-        # In fp32, copied: a small product whose rounding would move rows to other experts.
-        self._router_ED = read(f"{name}.gate.weight").to(torch.float32, copy=True)
+        # In fp32: a small product whose rounding would move rows to other experts.
+        self._router_ED = read(f"{name}.gate.weight", dtype=torch.float32).clone()
         self._correction_E: Tensor | None = None
         if config.corrected:
-            self._correction_E = read(f"{name}.gate.e_score_correction_bias").to(torch.float32, copy=True)
+            self._correction_E = read(f"{name}.gate.e_score_correction_bias", dtype=torch.float32).clone()
         self._experts = [SwiGLU(read, f"{name}.experts.{expert}", Mesh()) for expert in self._local]
         self._shared = SwiGLU(read, f"{name}.shared_experts", mesh) if config.shared else None
         self.load = [0] * len(self._local)

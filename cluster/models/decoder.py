@@ -1,4 +1,4 @@
-"""A Llama-family decoder (Llama, SmolLM2, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE) over a flat batch and paged KV.
+"""The decoder (Llama, SmolLM2, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE, DeepSeek-V3) over flat batches and paged KV.
 
 Knows the order of the layers; knows nothing of files, sequences, sampling or scheduling. Collectives of one forward
 pass: an all_reduce for the embedding, one behind each attention and one behind each MLP (a mixture of experts needs
@@ -10,13 +10,12 @@ Shape letters: N flat rows, M rows with logits, K tapped layers, D hidden size, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cluster.attention import group_first_order, masks, ragged_attention
+from cluster.attention import Step, group_first_order, masks, ragged_attention
 from cluster.flat_batch import FlatBatch
 from cluster.kv_cache import PagedKV
 from cluster.layers import (
@@ -32,6 +31,7 @@ from cluster.layers import (
 )
 from cluster.mesh import Mesh
 from cluster.messages import Lockstep
+from cluster.models.mla import LatentAttention, MLAConfig
 from cluster.moe import MoE, MoEConfig
 
 
@@ -67,6 +67,8 @@ class DecoderConfig:
     moe: MoEConfig | None = None
     dense_layer_ids: tuple[int, ...] = ()
     """Layers that have a plain MLP although the others have experts."""
+    mla: MLAConfig | None = None
+    """Latent attention instead of grouped heads; head_dim is then its rotated part."""
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -121,24 +123,17 @@ class Attention:
         return self._output(ragged_attention(query, step.kv, layer, step.batch, step.masks))
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What every layer of one forward pass shares."""
-
-    batch: FlatBatch
-    kv: PagedKV
-    cos_sin: tuple[Tensor, Tensor]
-    masks: Sequence[Tensor | None]
-    lockstep: Lockstep
-
-
 class DecoderLayer:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, read: ReadWeight, index: int, config: DecoderConfig, mesh: Mesh) -> None:
         name = f"model.layers.{index}"
         self._attention_norm = RMSNorm(read, f"{name}.input_layernorm", config.rms_norm_eps)
-        self._attention = Attention(read, f"{name}.self_attn", config, mesh)
+        self._attention: Attention | LatentAttention
+        if config.mla is None:
+            self._attention = Attention(read, f"{name}.self_attn", config, mesh)
+        else:
+            self._attention = LatentAttention(read, f"{name}.self_attn", config.num_attention_heads, config.mla, mesh)
         self._mlp_norm = RMSNorm(read, f"{name}.post_attention_layernorm", config.rms_norm_eps)
         self.moe: MoE | None = None
         if config.moe is not None and index not in config.dense_layer_ids:
@@ -167,7 +162,9 @@ class Decoder:
         self._norm = RMSNorm(read, "model.norm", config.rms_norm_eps)
         self.dtype, self.device = weight_VD.dtype, weight_VD.device
         self._rotary = Rotary(rotary_frequencies(config), config.max_position_embeddings, self.dtype, self.device)
-        self._num_kv_heads = config.num_key_value_heads // mesh.kv_part(config.num_key_value_heads).count
+        self._num_kv_heads = (
+            1 if config.mla else config.num_key_value_heads // mesh.kv_part(config.num_key_value_heads).count
+        )
         self._num_queries_per_kv = config.num_attention_heads // mesh.tp_size // self._num_kv_heads
 
     @property
@@ -177,8 +174,10 @@ class Decoder:
 
     def make_kv(self, num_blocks: int, block_size: int) -> PagedKV:
         """Pages of this model's shape, for this rank's key/value heads."""
-        shape = (self.config.num_hidden_layers, num_blocks, block_size, self._num_kv_heads, self.config.head_dim)
-        return PagedKV(*shape, self.dtype, self.device)
+        mla = self.config.mla
+        row_size, num_parts = (mla.cached_size, 1) if mla else (self.config.head_dim, 2)
+        shape = (self.config.num_hidden_layers, num_blocks, block_size, self._num_kv_heads, row_size)
+        return PagedKV(*shape, self.dtype, self.device, num_parts)
 
     @torch.inference_mode()
     def forward(

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from cluster.mesh import WHOLE, Mesh, Part
 from cluster.models.decoder import Decoder, DecoderConfig, RopeScaling
+from cluster.models.mla import MLAConfig
 from cluster.moe import MoEConfig
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _MIXTRAL_BLOCK = ".block_sparse_moe."
 # What the other families call the parts of it.
@@ -51,8 +52,8 @@ class Checkpoint:
         self._stored.clear()
         self._files.clear()
 
-    def read(self, name: str, part: Part = WHOLE) -> Tensor:
-        """Part of a tensor, in the model's dtype and on its device; the rest isn't read from the file.
+    def read(self, name: str, part: Part = WHOLE, dtype: torch.dtype | None = None) -> Tensor:
+        """Part of a tensor, in `dtype` (the model's) and on its device; the rest isn't read from the file.
 
         ValueError when the folder lacks the tensor or it can't be divided so.
         """
@@ -66,7 +67,7 @@ class Checkpoint:
             rows = file.get_slice(stored_name)
             start, end = part.range(rows.get_shape()[part.dim], name)
             tensor = rows[start:end] if part.dim == 0 else rows[:, start:end]
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor.to(device=self._device, dtype=dtype or self._dtype)
 
     def forget(self, name: str) -> None:
         """Ticks off a tensor that the model has no use for."""
@@ -121,6 +122,8 @@ def read_config(folder: Path) -> DecoderConfig:
         raise ValueError(f"{path}: hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
     if raw.get("sliding_window") is not None and raw.get("use_sliding_window", family in ("mistral", "mixtral")):
         raise ValueError(f"{path}: sliding_window attention is not supported")
+    if raw.get("quantization_config"):
+        raise ValueError(f"{path}: quantization_config is not supported, only plain weights")
     theta, scaling = _rope(raw, path)
     heads, hidden_size = raw["num_attention_heads"], raw["hidden_size"]
     bias = bool(raw.get("attention_bias", False))
@@ -130,7 +133,7 @@ def read_config(folder: Path) -> DecoderConfig:
         num_hidden_layers=raw["num_hidden_layers"],
         num_attention_heads=heads,
         num_key_value_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or hidden_size // heads,
+        head_dim=raw.get("qk_rope_head_dim") or raw.get("head_dim") or hidden_size // heads,
         rms_norm_eps=raw["rms_norm_eps"],
         max_position_embeddings=raw["max_position_embeddings"],
         rope_theta=theta,
@@ -139,13 +142,26 @@ def read_config(folder: Path) -> DecoderConfig:
         qkv_bias=bias or family == "qwen2",
         output_bias=bias and family != "qwen2",
         mlp_bias=bool(raw.get("mlp_bias", False)),
-        query_key_norm=family in ("qwen3", "qwen3_moe"),
+        query_key_norm=family in ("qwen3", "qwen3_moe", "deepseek_v3"),
         moe=_moe(raw, family),
         dense_layer_ids=_dense_layer_ids(raw),
+        mla=_mla(raw, path) if family == "deepseek_v3" else None,
     )
 
 
 def _moe(raw: dict[str, Any], family: str) -> MoEConfig | None:
+    if family == "deepseek_v3":
+        return MoEConfig(
+            num_experts=raw["n_routed_experts"],
+            num_experts_per_token=raw["num_experts_per_tok"],
+            scoring="sigmoid",
+            normalize=raw["norm_topk_prob"],
+            num_groups=raw["n_group"],
+            num_groups_kept=raw["topk_group"],
+            scaling=raw["routed_scaling_factor"],
+            corrected=True,
+            shared=raw["n_shared_experts"] > 0,
+        )
     if family not in ("mixtral", "qwen3_moe"):
         return None
     return MoEConfig(
@@ -157,9 +173,26 @@ def _moe(raw: dict[str, Any], family: str) -> MoEConfig | None:
 
 
 def _dense_layer_ids(raw: dict[str, Any]) -> tuple[int, ...]:
-    """Layers without experts in a model that has some (Qwen3-MoE's settings)."""
-    every, plain = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or ()
-    return tuple(i for i in range(raw["num_hidden_layers"]) if i in plain or (i + 1) % every)
+    """Layers without experts in a model that has some: DeepSeek's first ones, or as Qwen3-MoE's settings say."""
+    first, every, plain = (
+        raw.get("first_k_dense_replace", 0),
+        raw.get("decoder_sparse_step", 1),
+        raw.get("mlp_only_layers") or (),
+    )
+    return tuple(i for i in range(raw["num_hidden_layers"]) if i < first or i in plain or (i + 1) % every)
+
+
+def _mla(raw: dict[str, Any], path: Path) -> MLAConfig:
+    if raw.get("q_lora_rank") is None or raw.get("attention_bias"):
+        raise ValueError(f"{path}: latent attention without q_lora_rank, or with attention_bias, is not supported")
+    return MLAConfig(
+        q_lora_rank=raw["q_lora_rank"],
+        kv_lora_rank=raw["kv_lora_rank"],
+        qk_nope_head_dim=raw["qk_nope_head_dim"],
+        qk_rope_head_dim=raw["qk_rope_head_dim"],
+        v_head_dim=raw["v_head_dim"],
+        rope_interleave=raw.get("rope_interleave", True),
+    )
 
 
 def _rope(raw: dict[str, Any], path: Path) -> tuple[float, RopeScaling | None]:

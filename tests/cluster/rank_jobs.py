@@ -71,22 +71,14 @@ def collectives_of_a_step(mesh: Mesh, folder: Path, exchange: bool) -> Counter[s
     """How often each collective was entered by a step in which only replica 0 has rows."""
     shard = Shard(load_decoder(folder, torch.float32, "cpu", mesh), None, make_config(folder), mesh)
     shard.exchange_from_rows = 1 if exchange else None
-    entered: Counter[str] = Counter()
-    reporting = mesh._reporting
-
-    def counting(what: str) -> Any:
-        entered[what] += 1
-        return reporting(what)
-
-    mesh._reporting = counting  # type: ignore[method-assign]
+    mesh.num_collectives.clear()
     if mesh.leads:
         shard.forward([Span([3, 4, 5], 0, [0], 2)] if mesh.dp_rank == 0 else [])
-        counted = Counter(entered)
+        entered = Counter(mesh.num_collectives)
         shard.stop()
-        return counted
+        return entered
     shard.follow()
-    entered["receive"] -= 1  # that of the end
-    return entered
+    return mesh.num_collectives - Counter(receive=1)  # that of the end
 
 
 def silent_rank(mesh: Mesh, seconds: float) -> str:
@@ -121,7 +113,7 @@ def stopped_replica(mesh: Mesh, folder: Path) -> str:
 def experts(mesh: Mesh, tensors: dict[str, Tensor], config: MoEConfig, rows: list[Tensor], exchange: bool) -> Any:
     """One layer on each replica's rows: (its output, this rank's expert load, whether a crossover was decided)."""
 
-    def read(name: str, part: Part = WHOLE) -> Tensor:
+    def read(name: str, part: Part = WHOLE, dtype: torch.dtype | None = None) -> Tensor:
         start, end = part.range(tensors[name].shape[part.dim], name)
         return tensors[name].narrow(part.dim, start, end - start)
 

@@ -17,7 +17,8 @@ from cluster.mesh import Mesh
 
 Job = Callable[..., Any]
 """`job(mesh, *arguments)`, a function of a module; each rank's result comes back."""
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 300.0
+"""Generous: a rank that shares its core with others may be slow. What must end sooner says so."""
 
 
 class JobError(Exception):

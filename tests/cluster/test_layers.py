@@ -44,7 +44,7 @@ def test_ranks_together_compute_what_one_computes() -> None:
     tensors = {"a.weight": torch.randn(8, 6), "b.weight": torch.randn(4, 6), "down.weight": torch.randn(5, 8)}
     tensors["down.bias"] = torch.randn(5)
 
-    def read(name: str, part: Part = WHOLE) -> torch.Tensor:
+    def read(name: str, part: Part = WHOLE, dtype: torch.dtype | None = None) -> torch.Tensor:
         start, end = part.range(tensors[name].shape[part.dim], name)
         return tensors[name].narrow(part.dim, start, end - start)
 

@@ -89,7 +89,7 @@ def random_layer(config: MoEConfig) -> dict[str, Tensor]:
 
 
 def plain(tensors: dict[str, Tensor], config: MoEConfig, x: Tensor) -> Tensor:
-    def read(name: str, part: Part = WHOLE) -> Tensor:
+    def read(name: str, part: Part = WHOLE, dtype: torch.dtype | None = None) -> Tensor:
         return tensors[name]
 
     correction = tensors.get("mlp.gate.e_score_correction_bias")
@@ -103,7 +103,7 @@ def plain(tensors: dict[str, Tensor], config: MoEConfig, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("num_rows", [1, 3, 50])
 def test_one_rank_equals_the_plain_twin(config: MoEConfig, num_rows: int) -> None:
     tensors, x = random_layer(config), torch.randn(num_rows, HIDDEN)
-    layer = MoE(lambda name, part=WHOLE: tensors[name], "mlp", config, Mesh())
+    layer = MoE(lambda name, part=WHOLE, dtype=None: tensors[name], "mlp", config, Mesh())
     torch.testing.assert_close(layer(x, Lockstep((num_rows,))), plain(tensors, config, x), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(layer(x, Lockstep((num_rows,), True)), plain(tensors, config, x), atol=1e-5, rtol=1e-5)
     assert sum(layer.load) == 2 * num_rows * config.num_experts_per_token

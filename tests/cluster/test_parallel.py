@@ -14,6 +14,7 @@ from ranks import JobError, Ranks
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     LlamaConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -56,6 +57,21 @@ def family_config(family: str, num_kv_heads: int) -> PretrainedConfig:
         return Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=True)
     if family == "mixtral":
         return MixtralConfig(**sizes, **EXPERTS, sliding_window=None)
+    if family == "deepseek_v3":
+        return DeepseekV3Config(
+            **sizes,
+            **EXPERTS,
+            n_group=4,
+            topk_group=2,
+            moe_intermediate_size=24,
+            first_k_dense_replace=1,
+            q_lora_rank=18,
+            kv_lora_rank=20,
+            qk_nope_head_dim=10,
+            qk_rope_head_dim=6,
+            v_head_dim=9,
+            num_nextn_predict_layers=0,
+        )
     return Qwen3MoeConfig(
         **sizes, **EXPERTS, head_dim=8, moe_intermediate_size=20, norm_topk_prob=True, mlp_only_layers=[1]
     )
@@ -104,6 +120,9 @@ class Family:
         with torch.no_grad():  # fresh norms are all ones and fresh biases all zeros: a bug there would not show
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.add_(torch.randn_like(buffer) * 0.1)
         model.save_pretrained(folder)
         self.folder = folder
         self.rows = scenario()
@@ -160,12 +179,13 @@ def test_collectives(ranks: Ranks) -> None:
 
 # Three key/value heads over three ranks, else two, which four ranks hold twice.
 DENSE = [("llama", 2), ("qwen3", 2)]
-MOE = [("mixtral", 2), ("qwen3_moe", 2)]
+MOE = [("mixtral", 2), ("qwen3_moe", 2), ("deepseek_v3", 12)]
 SHAPES = [(1, 2), (1, 4), (2, 1), (2, 2)]
 CASES = [
     *((family, dp, tp, False) for family in DENSE for dp, tp in SHAPES if dp == 1),
     *((family, dp, tp, exchange) for family in MOE for dp, tp in SHAPES for exchange in (False, True)),
     *(((name, 3), 1, 3, name == "mixtral") for name in ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe")),
+    (("deepseek_v3", 12), 1, 3, True),
     (("llama", 2), 2, 2, False),
 ]
 
@@ -194,8 +214,8 @@ def test_a_rank_reads_only_its_share(family: Family, dp: int, tp: int) -> None:
         counts = [0, 0]
         with Checkpoint(family.folder, torch.float32, "cpu") as checkpoint:
 
-            def read(name: str, *part: Any) -> Tensor:
-                tensor = checkpoint.read(name, *part)
+            def read(name: str, *part: Any, **dtype: Any) -> Tensor:
+                tensor = checkpoint.read(name, *part, **dtype)
                 if tensor.dim() > 1 and "k_proj" not in name and "v_proj" not in name and "gate.weight" not in name:
                     counts[".experts." not in name] += tensor.numel()
                 return tensor
