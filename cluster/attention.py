@@ -12,6 +12,7 @@ key/value head, C head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,18 @@ from torch import Tensor
 
 from cluster.flat_batch import AttentionGroup, FlatBatch
 from cluster.kv_cache import PagedKV
+from cluster.messages import Lockstep
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What every layer of one forward pass shares."""
+
+    batch: FlatBatch
+    kv: PagedKV
+    cos_sin: tuple[Tensor, Tensor]
+    masks: Sequence[Tensor | None]
+    lockstep: Lockstep
 
 
 def group_first_order(num_heads: int, num_kv_heads: int, head_dim: int) -> Tensor:
@@ -69,7 +82,8 @@ def _attend(rows_X: Tensor, kv: PagedKV, layer: int, group: AttentionGroup, mask
         context = kv.read(layer, group.block_ids, group.num_sequences)
     else:
         context = kv.read_run(layer, group.first_block, group.block_ids.shape[0])
-    keys, values = context[:, : group.num_keys].permute(2, 0, 3, 1, 4).unbind(0)  # each [R, H, T, C]
+    parts = context[:, : group.num_keys].permute(2, 0, 3, 1, 4).unbind(0)
+    keys, values = parts[0], parts[-1]  # each [R, H, T, C]; where pages hold one part it is both
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
     query = rows_X.reshape(group.num_sequences, -1, num_kv_heads, head_dim).transpose(1, 2)
     output = F.scaled_dot_product_attention(query, keys, values, mask)

@@ -7,6 +7,22 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
+class ParallelConfig(BaseModel):
+    """How the target is split: `data_parallel_size` replicas in lockstep, each of `tensor_parallel_size` ranks.
+
+    Experts are sharded over all ranks of all replicas, so there is no third number.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    data_parallel_size: int = Field(default=1, ge=1, description="Replicas that step in lockstep and share the experts")
+    tensor_parallel_size: int = Field(default=1, ge=1, description="Ranks that share each layer of one replica")
+
+    @property
+    def world_size(self) -> int:
+        return self.data_parallel_size * self.tensor_parallel_size
+
+
 class EngineConfig(BaseModel):
     """`engine_kwargs` of a deployment. Every field is used; there is no other way to set one."""
 

@@ -24,7 +24,6 @@ import torch
 from cluster import budget, fleet, sla, verifier
 from cluster.batcher import Batcher, Chunk, Plan, Sequence
 from cluster.config import EngineConfig
-from cluster.flat_batch import Span
 from cluster.kv_cache import BlockPool
 from cluster.messages import (
     BudgetLease,
@@ -36,6 +35,7 @@ from cluster.messages import (
     Request,
     SchedulerMode,
     SlaTier,
+    Span,
     StepResult,
     TokenEvent,
     VerifyRound,
@@ -60,7 +60,10 @@ REPORT_AGE_STEPS = 2
 
 
 class Engine:
-    """Continuous batching with speculation on one rank. `add` and `abort` are safe from any thread; `step` from one."""
+    """Continuous batching with speculation, on the leader of a replica's ranks (or its only one).
+
+    `add` and `abort` are safe from any thread; `step` from one.
+    """
 
     def __init__(
         self,
@@ -141,7 +144,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> StepResult:
-        """Run one step. Call it only while there is work."""
+        """Run one step. Call it while there is work, and without any every `shard.idle_seconds`."""
         started = self._clock()
         aborted = self._receive()
         lease, mode = self._lease()
@@ -234,11 +237,11 @@ class Engine:
         self, plan: Plan, draft: Draft | None, rows: SamplingRows
     ) -> tuple[dict[str, Outcome], StepTensors | None]:
         """VERIFY: one forward of all rows, then acceptance: an outcome for every chunk that reached its anchor."""
-        if not plan.chunks:  # all that was left has been aborted
-            return {}, None
         forward = self._shard.forward(
             [Span(chunk.rows, chunk.start, chunk.sequence.block_ids, chunk.num_logits) for chunk in plan.chunks]
         )
+        if forward is None:  # all that was left has been aborted, or only other replicas of the group have work
+            return {}, None
         anchored = plan.anchored
         outcomes = verifier.verify(
             forward.logits_MV,

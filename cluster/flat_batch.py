@@ -16,24 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cluster.messages import Span
+
 Integers = NDArray[np.int64]
 
 # One attention call costs CALL + R * T * (KEY + QUERY * Q) microseconds: R sequences padded to Q rows and T keys.
 # Measured for bf16 on two AVX-512 cores, 3 key/value heads of 64; only the ratios matter, and only roughly.
 _CALL, _KEY, _QUERY = 20.0, 0.057, 0.019
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Consecutive tokens of one sequence that this step computes."""
-
-    token_ids: Sequence[int]
-    start: int
-    """Absolute position of the first token; every token before it has its keys and values in the blocks."""
-    block_ids: Sequence[int]
-    """Blocks of the sequence from position 0 on, with room for the last token."""
-    num_logits: int
-    """Trailing rows whose logits are wanted: 0 for a prefill chunk that isn't the last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,11 +165,13 @@ class PagedKV:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        num_parts: int = 2,
     ) -> None:
+        """`num_parts`: 2 for keys and values; 1 where one row serves as both."""
         self.num_layers = num_layers
         self.block_size = block_size
-        self._row_shape = (2, num_kv_heads, head_dim)
-        width = 2 * num_kv_heads * head_dim
+        self._row_shape = (num_parts, num_kv_heads, head_dim)
+        width = num_parts * num_kv_heads * head_dim
         # Zeros, never garbage: padded rows are read and masked, and 0 * NaN is NaN.
         self._blocks = torch.zeros(num_layers, num_blocks, block_size * width, dtype=dtype, device=device)
         # Views made once: indexing costs as much as a small kernel.
@@ -177,7 +179,7 @@ class PagedKV:
         self._layer_blocks = self._blocks.unbind(0)
 
     def write_rows(self, layer: int, slots_N: Tensor, key_value_rows: Tensor) -> None:
-        """Stores rows [N, 2*H*C], keys before values, of one layer."""
+        """Stores rows [N, parts*H*C], keys before values, of one layer."""
         self._layer_slots[layer].index_copy_(0, slots_N, key_value_rows)
 
     def write(self, layer: int, slots_N: Tensor, keys_NHC: Tensor, values_NHC: Tensor) -> None:

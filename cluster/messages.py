@@ -5,6 +5,7 @@ Frozen dataclasses of plain values: picklable, comparable, and without a dict in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,6 +44,10 @@ class QueueFullError(DSparkError):
 
 class EngineDeadError(DSparkError):
     """The engine's process died or its step raised; the replica will be replaced."""
+
+
+class GroupError(EngineDeadError):
+    """A rank of the group died, hangs or left: no other rank can go on. The message says who noticed, and in what."""
 
 
 class CostCurveError(DSparkError, ValueError):
@@ -171,6 +176,41 @@ class BudgetLease:
     epoch: int = 0
     duration_seconds: float = 1.0
     """A lease carries a duration, never a wall-clock time: clocks of nodes differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive tokens of one sequence that a step computes."""
+
+    token_ids: Sequence[int]
+    start: int
+    """Absolute position of the first token; every token before it has its keys and values in the blocks."""
+    block_ids: Sequence[int]
+    """Blocks of the sequence from position 0 on, with room for the last token."""
+    num_logits: int
+    """Trailing rows whose logits are wanted: 0 for a prefill chunk that isn't the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lockstep:
+    """What the replicas of a group agreed on for one forward pass."""
+
+    num_rows: tuple[int, ...]
+    """Rows of each replica's flat batch; 0 where a replica only takes part so that the others can step."""
+    exchange: bool = False
+    """How rows reach their experts: all-to-all, or else all-gather and reduce-scatter."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """All that a rank must know to obey one step; the replica's leader sends it once per step.
+
+    Sampled drafts are among the spans' tokens, and what is accepted concerns later steps' spans only (rollback is a
+    length), so there is nothing else to send.
+    """
+
+    spans: tuple[Span, ...]
+    lockstep: Lockstep
 
 
 @dataclass(frozen=True, slots=True)

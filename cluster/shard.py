@@ -1,7 +1,16 @@
-"""One rank's tensors: the target model, the drafter, and the pages of both. It obeys and never decides.
+"""One rank's tensors: its part of the target model, the drafter, and the pages of both. It obeys and never decides.
 
-Knows models and pages; knows nothing of requests, budgets or acceptance. The drafter's context rows lie in pages of
-their own that the target's block tables address, so prefix hits, preemption and rollback need no second bookkeeping.
+The leader of a replica (tensor-parallel rank 0) is driven by an engine; the other ranks `follow` it: each `forward` of
+the leader sends one StepPlan, and they run the same pass over their parts. Under data parallelism the leaders first
+agree how many rows each of them has, so that all replicas pass the experts together, those without rows as well.
+
+The drafter is the leader's alone. Hidden states are the same on all ranks of a replica, so the leader has every feature
+and drafting needs no collective; what it drew goes out as tokens of the next plan. For this the leader holds the
+embedding (and the drafter's rows of the head) once more, whole.
+
+Knows models, pages and the mesh; knows nothing of requests, budgets or acceptance. The drafter's context rows lie in
+pages of their own that the target's block tables address, so prefix hits, preemption and rollback need no second
+bookkeeping.
 """
 
 from __future__ import annotations
@@ -14,10 +23,13 @@ import torch
 from torch import Tensor
 
 from cluster.config import EngineConfig
-from cluster.flat_batch import FlatBatch, Span, flatten
+from cluster.flat_batch import FlatBatch, flatten
 from cluster.kv_cache import PagedKV
+from cluster.mesh import Mesh
+from cluster.messages import GroupError, Lockstep, Span, StepPlan
 from cluster.models.decoder import Decoder
 from cluster.models.loader import Checkpoint, load_decoder
+from cluster.moe import measure_crossover
 from drafter.checkpoint import load_checkpoint, read_config
 from drafter.dspark import DSpark
 from drafter.interface import Draft, Drafter, Sampler
@@ -38,15 +50,26 @@ class StepTensors:
     """The tapped layers' outputs of every row, F = K * D; F = 0 without a drafter."""
 
 
+IDLE_SECONDS_REPLICAS = 0.005
+"""How long a replica without work may keep the others waiting for its part in their steps."""
+STOP = -1
+"""What a replica that leaves says instead of a number of rows."""
+
+
 class Shard:
     """Target, drafter (if any) and their pages."""
 
-    def __init__(self, decoder: Decoder, drafter: Drafter | None, config: EngineConfig) -> None:
+    def __init__(
+        self, decoder: Decoder, drafter: Drafter | None, config: EngineConfig, mesh: Mesh | None = None
+    ) -> None:
         limit = decoder.config.max_position_embeddings
         if config.max_model_len > limit:
             raise ValueError(f"max_model_len is {config.max_model_len}, but the model's positions end at {limit}")
         self.decoder = decoder
         self.drafter = drafter
+        self.mesh = mesh or Mesh()
+        self.exchange_from_rows: int | None = None
+        """Rows of the whole group from which on they travel to their experts; see cluster/moe.py."""
         self._block_size = config.kv_block_size
         self._kv = decoder.make_kv(config.num_kv_blocks, config.kv_block_size)
         self._context: PagedKV | None = None
@@ -58,14 +81,23 @@ class Shard:
             )
 
     @classmethod
-    def load(cls, config: EngineConfig) -> Self:
-        """The models that the settings name. ValueError says what doesn't fit."""
+    def load(cls, config: EngineConfig, mesh: Mesh | None = None) -> Self:
+        """This rank's part of the models that the settings name. All ranks of a group load at the same time.
+
+        ValueError says what doesn't fit; GroupError, that a rank is lost.
+        """
+        mesh = mesh or Mesh()
         folder, dtype = resolve_source(config.model_source), getattr(torch, config.dtype)
-        decoder = load_decoder(folder, dtype)
+        decoder = load_decoder(folder, dtype, mesh.device, mesh)
         # With no tokens to propose a drafter would only cost memory and the projection of its context.
-        wanted = config.drafter_source is not None and config.num_speculative_tokens != 0
-        drafter = _load_drafter(resolve_source(str(config.drafter_source)), decoder, folder) if wanted else None
-        return cls(decoder, drafter, config)
+        wanted = mesh.leads and config.drafter_source is not None and config.num_speculative_tokens != 0
+        drafter = _load_drafter(resolve_source(str(config.drafter_source)), decoder, folder, mesh) if wanted else None
+        shard = cls(decoder, drafter, config, mesh)
+        if decoder.moe_layers:
+            shard.exchange_from_rows = measure_crossover(
+                decoder.moe_layers[0], decoder.config.hidden_size, decoder.dtype, mesh
+            )
+        return shard
 
     @property
     def num_draft_slots(self) -> int:
@@ -101,11 +133,59 @@ class Shard:
         keys, values = self._context.read_all(tables, max(num_context))
         return self.drafter.propose(torch.tensor(anchors), positions, keys, values, positions, sampler, num_slots)
 
-    def forward(self, spans: list[Span]) -> StepTensors:
-        """One target pass over the rows of all spans; writes their keys and values."""
-        batch = flatten(spans, self._block_size, self.decoder.device)
+    @property
+    def idle_seconds(self) -> float | None:
+        """How long the engine may go without a step when it has no work; None: for ever.
+
+        A step without work is what the other replicas wait for to make theirs, and what tells the ranks that follow
+        that their leader lives.
+        """
+        if self.mesh.size == 1:
+            return None
+        return IDLE_SECONDS_REPLICAS if self.mesh.dp_size > 1 else self.mesh.timeout_seconds / 4
+
+    @property
+    def expert_load(self) -> list[list[int]]:
+        """Rows that each of this rank's experts has computed so far, by layer that has experts."""
+        return [moe.load for moe in self.decoder.moe_layers]
+
+    def forward(self, spans: list[Span]) -> StepTensors | None:
+        """One target pass over the rows of all spans; writes their keys and values. None without spans.
+
+        In a group, without spans as well: see `idle_seconds`. Only leaders call it. Raises GroupError when a rank is
+        lost or a replica has left.
+        """
+        plan = self._agree(spans)
+        self.mesh.send(plan)
+        return self._run(plan)
+
+    def follow(self) -> None:
+        """Obey the leader's plans until it stops, in order. Raises GroupError when the group is lost."""
+        while (plan := self.mesh.receive()) is not None:
+            self._run(plan)
+
+    def stop(self) -> None:
+        """End the group in order: `follow` returns on the ranks of this replica, and other replicas get GroupError."""
+        self.mesh.agree(STOP)
+        self.mesh.send(None)
+        self.mesh.leave()
+
+    def _agree(self, spans: list[Span]) -> StepPlan:
+        num_rows = self.mesh.agree(sum(len(span.token_ids) for span in spans))
+        if STOP in num_rows:
+            self.mesh.send(None)
+            raise GroupError(f"replica {num_rows.index(STOP)} of the group was stopped")
+        exchange = self.exchange_from_rows is not None and sum(num_rows) >= self.exchange_from_rows
+        return StepPlan(tuple(spans), Lockstep(num_rows, exchange))
+
+    def _run(self, plan: StepPlan) -> StepTensors | None:
+        if not plan.spans:
+            if any(plan.lockstep.num_rows):
+                self.decoder.join(plan.lockstep)
+            return None
+        batch = flatten(plan.spans, self._block_size, self.decoder.device)
         taps = self.drafter.target_layer_ids if self.drafter else ()
-        hidden_ND, features_NF = self.decoder.forward(batch, self._kv, taps)
+        hidden_ND, features_NF = self.decoder.forward(batch, self._kv, taps, plan.lockstep)
         return StepTensors(batch, self.decoder.logits(hidden_ND[batch.logits_rows_M]), features_NF)
 
     def commit_features(self, forward: StepTensors, num_final: list[int]) -> None:
@@ -143,14 +223,16 @@ class Shard:
         self._uncommitted.clear()
 
 
-def _load_drafter(folder: Path, decoder: Decoder, target: Path) -> DSpark:
+def _load_drafter(folder: Path, decoder: Decoder, target: Path, mesh: Mesh) -> DSpark:
     num_layers, trained_for = decoder.config.num_hidden_layers, read_config(folder).num_target_layers
     if trained_for != num_layers:  # shifted taps would load, and fail silently as lost acceptance
         raise ValueError(f"{folder}: made for a target of {trained_for} layers, but this one has {num_layers}")
-    head = decoder.embed_weight_VD
-    if not decoder.config.tie_word_embeddings:
-        with Checkpoint(target, decoder.dtype, decoder.device) as checkpoint:
+    embedding = head = decoder.embedding.weight_VD
+    with Checkpoint(target, decoder.dtype, decoder.device) as checkpoint:
+        if mesh.tp_size > 1:  # the target has only a part of it
+            embedding = head = checkpoint.read("model.embed_tokens.weight").clone()
+        if not decoder.config.tie_word_embeddings:
             head = checkpoint.read("lm_head.weight")
-    drafter = load_checkpoint(folder, decoder.embed_weight_VD, head, decoder.dtype)
+        drafter = load_checkpoint(folder, embedding, head, decoder.dtype)
     drafter.freeze()
     return drafter

@@ -1,6 +1,8 @@
-"""A Llama-family decoder (Llama, SmolLM2, Mistral, Qwen2, Qwen3) over a flat batch and paged keys and values.
+"""The decoder (Llama, SmolLM2, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE, DeepSeek-V3) over flat batches and paged KV.
 
-Knows the order of the layers; knows nothing of files, sequences, sampling or scheduling.
+Knows the order of the layers; knows nothing of files, sequences, sampling or scheduling. Collectives of one forward
+pass: an all_reduce for the embedding, one behind each attention and one behind each MLP (a mixture of experts needs
+more, see cluster/moe.py), and a gather of the logits. None where the model is on one rank.
 
 Shape letters: N flat rows, M rows with logits, K tapped layers, D hidden size, V vocabulary.
 """
@@ -8,19 +10,29 @@ Shape letters: N flat rows, M rows with logits, K tapped layers, D hidden size, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from cluster.attention import group_first_order, masks, ragged_attention
+from cluster.attention import Step, group_first_order, masks, ragged_attention
 from cluster.flat_batch import FlatBatch
 from cluster.kv_cache import PagedKV
-from cluster.layers import ColumnParallelLinear, ReadWeight, RMSNorm, Rotary, RowParallelLinear, SwiGLU, rotate_
+from cluster.layers import (
+    ColumnParallelLinear,
+    ParallelHead,
+    ReadWeight,
+    RMSNorm,
+    Rotary,
+    RowParallelLinear,
+    SwiGLU,
+    VocabParallelEmbedding,
+    rotate_,
+)
 from cluster.mesh import Mesh
-from drafter.packing import FrozenLinear
+from cluster.messages import Lockstep
+from cluster.models.mla import LatentAttention, MLAConfig
+from cluster.moe import MoE, MoEConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +51,6 @@ class DecoderConfig:
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -53,6 +64,11 @@ class DecoderConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     query_key_norm: bool = False
+    moe: MoEConfig | None = None
+    dense_layer_ids: tuple[int, ...] = ()
+    """Layers that have a plain MLP although the others have experts."""
+    mla: MLAConfig | None = None
+    """Latent attention instead of grouped heads; head_dim is then its rotated part."""
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -77,14 +93,17 @@ class Attention:
     """Projections, optional query/key norm, rotary embedding and ragged attention of one layer."""
 
     def __init__(self, read: ReadWeight, name: str, config: DecoderConfig, mesh: Mesh) -> None:
-        heads = mesh.divide(config.num_attention_heads, "attention heads")
-        kv_heads = mesh.divide(config.num_key_value_heads, "key/value heads")
+        heads, kv_part = (
+            mesh.divide(config.num_attention_heads, "attention heads"),
+            mesh.kv_part(config.num_key_value_heads),
+        )
+        kv_heads = config.num_key_value_heads // kv_part.count
         order = group_first_order(heads, kv_heads, config.head_dim)
         self._heads, self._rotated, self._head_dim = heads, heads + kv_heads, config.head_dim
         self._query_width = heads * config.head_dim
         tail = torch.arange(self._query_width, (heads + 2 * kv_heads) * config.head_dim)
-        names = tuple(f"{name}.{part}_proj" for part in "qkv")
-        self._qkv = ColumnParallelLinear(read, names, mesh, bias=config.qkv_bias, order_O=torch.cat((order, tail)))
+        projections = [(f"{name}.q_proj", mesh.part(0)), (f"{name}.k_proj", kv_part), (f"{name}.v_proj", kv_part)]
+        self._qkv = ColumnParallelLinear(read, projections, bias=config.qkv_bias, order_O=torch.cat((order, tail)))
         self._output = RowParallelLinear(read, f"{name}.o_proj", mesh, bias=config.output_bias, order_I=order)
         self._norms: tuple[RMSNorm, RMSNorm] | None = None
         if config.query_key_norm:
@@ -104,29 +123,28 @@ class Attention:
         return self._output(ragged_attention(query, step.kv, layer, step.batch, step.masks))
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What every layer of one forward pass shares."""
-
-    batch: FlatBatch
-    kv: PagedKV
-    cos_sin: tuple[Tensor, Tensor]
-    masks: Sequence[Tensor | None]
-
-
 class DecoderLayer:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, read: ReadWeight, name: str, config: DecoderConfig, mesh: Mesh) -> None:
+    def __init__(self, read: ReadWeight, index: int, config: DecoderConfig, mesh: Mesh) -> None:
+        name = f"model.layers.{index}"
         self._attention_norm = RMSNorm(read, f"{name}.input_layernorm", config.rms_norm_eps)
-        self._attention = Attention(read, f"{name}.self_attn", config, mesh)
+        self._attention: Attention | LatentAttention
+        if config.mla is None:
+            self._attention = Attention(read, f"{name}.self_attn", config, mesh)
+        else:
+            self._attention = LatentAttention(read, f"{name}.self_attn", config.num_attention_heads, config.mla, mesh)
         self._mlp_norm = RMSNorm(read, f"{name}.post_attention_layernorm", config.rms_norm_eps)
-        self._mlp = SwiGLU(read, f"{name}.mlp", mesh, bias=config.mlp_bias)
+        self.moe: MoE | None = None
+        if config.moe is not None and index not in config.dense_layer_ids:
+            self.moe = MoE(read, f"{name}.mlp", config.moe, mesh)
+        else:
+            self._mlp = SwiGLU(read, f"{name}.mlp", mesh, bias=config.mlp_bias)
 
     def __call__(self, x_ND: Tensor, layer: int, step: Step) -> Tensor:
-        """[N, D] -> [N, D], a new tensor: the input may have been tapped."""
         x_ND = self._attention(self._attention_norm(x_ND), layer, step).add_(x_ND)
-        return self._mlp(self._mlp_norm(x_ND)).add_(x_ND)
+        rows_ND = self._mlp_norm(x_ND)
+        return (self._mlp(rows_ND) if self.moe is None else self.moe(rows_ND, step.lockstep)).add_(x_ND)
 
 
 class Decoder:
@@ -134,36 +152,47 @@ class Decoder:
 
     def __init__(self, read: ReadWeight, config: DecoderConfig, mesh: Mesh) -> None:
         self.config = config
-        self.embed_weight_VD = read("model.embed_tokens.weight").clone()
-        """[V, D]: plain, since rows are looked up in it."""
-        head_VD = self.embed_weight_VD if config.tie_word_embeddings else read("lm_head.weight")
+        self.embedding = VocabParallelEmbedding(read, "model.embed_tokens", mesh)
+        weight_VD = self.embedding.weight_VD
+        head_VD = weight_VD if config.tie_word_embeddings else read("lm_head.weight", mesh.part(0))
         # A tied head is the one weight that exists twice where weights are packed: rows can't be looked up in a packed
         # one, and a plain product would cost as much time as six layers.
-        self._head = FrozenLinear(head_VD)
-        self._layers = [
-            DecoderLayer(read, f"model.layers.{index}", config, mesh) for index in range(config.num_hidden_layers)
-        ]
+        self._head = ParallelHead(head_VD, mesh)
+        self._layers = [DecoderLayer(read, index, config, mesh) for index in range(config.num_hidden_layers)]
         self._norm = RMSNorm(read, "model.norm", config.rms_norm_eps)
-        self.dtype, self.device = self.embed_weight_VD.dtype, self.embed_weight_VD.device
+        self.dtype, self.device = weight_VD.dtype, weight_VD.device
         self._rotary = Rotary(rotary_frequencies(config), config.max_position_embeddings, self.dtype, self.device)
-        self._mesh = mesh
+        self._num_kv_heads = (
+            1 if config.mla else config.num_key_value_heads // mesh.kv_part(config.num_key_value_heads).count
+        )
+        self._num_queries_per_kv = config.num_attention_heads // mesh.tp_size // self._num_kv_heads
+
+    @property
+    def moe_layers(self) -> list[MoE]:
+        """The layers that have experts."""
+        return [layer.moe for layer in self._layers if layer.moe is not None]
 
     def make_kv(self, num_blocks: int, block_size: int) -> PagedKV:
         """Pages of this model's shape, for this rank's key/value heads."""
-        heads = self._mesh.divide(self.config.num_key_value_heads, "key/value heads")
-        shape = (self.config.num_hidden_layers, num_blocks, block_size, heads, self.config.head_dim)
-        return PagedKV(*shape, self.dtype, self.device)
+        mla = self.config.mla
+        row_size, num_parts = (mla.cached_size, 1) if mla else (self.config.head_dim, 2)
+        shape = (self.config.num_hidden_layers, num_blocks, block_size, self._num_kv_heads, row_size)
+        return PagedKV(*shape, self.dtype, self.device, num_parts)
 
     @torch.inference_mode()
-    def forward(self, batch: FlatBatch, kv: PagedKV, tap_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, batch: FlatBatch, kv: PagedKV, tap_layers: tuple[int, ...] = (), lockstep: Lockstep | None = None
+    ) -> tuple[Tensor, Tensor]:
         """One pass over the batch's rows -> hidden [N, D] after the final norm, and features [N, K * D].
 
         Features are the outputs of the 0-based `tap_layers`, in that order (Hugging Face's hidden_states[id + 1];
-        never the last layer). Writes the rows' keys and values into `kv`.
+        never the last layer). Writes the rows' keys and values into `kv`. All ranks of all replicas enter a pass
+        together, with the same `lockstep`: here, or in `join` where a replica has no rows.
         """
-        group_masks = masks(batch, self.config.num_attention_heads // self.config.num_key_value_heads, self.dtype)
-        step = Step(batch, kv, self._rotary.at(batch.positions_N), group_masks)
-        x_ND = F.embedding(batch.tokens_N, self.embed_weight_VD)
+        group_masks = masks(batch, self._num_queries_per_kv, self.dtype)
+        lockstep = lockstep or Lockstep((batch.num_rows,))
+        step = Step(batch, kv, self._rotary.at(batch.positions_N), group_masks, lockstep)
+        x_ND = self.embedding(batch.tokens_N)
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self._layers):
             x_ND = layer(x_ND, index, step)
@@ -173,6 +202,13 @@ class Decoder:
         return self._norm(x_ND), torch.cat(features, -1) if features else x_ND.new_empty(x_ND.shape[0], 0)
 
     @torch.inference_mode()
+    def join(self, lockstep: Lockstep) -> None:
+        """Take part in the other replicas' pass without rows: this rank's experts compute theirs."""
+        nothing_0D = torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        for moe in self.moe_layers:
+            moe(nothing_0D, lockstep)
+
+    @torch.inference_mode()
     def logits(self, hidden_MD: Tensor) -> Tensor:
-        """Final hidden states [M, D] -> logits [M, V] in the model's dtype."""
+        """Final hidden states [M, D] -> logits [M, V] in the model's dtype; on a rank that obeys, its part of them."""
         return self._head(hidden_MD)

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from cluster.flat_batch import Span, flatten
+from cluster.flat_batch import flatten
+from cluster.messages import Span
 from cluster.models.decoder import Decoder
 
 STEP_TOKENS = (1, 2, 4, 8, 16, 32)

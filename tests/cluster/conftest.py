@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import Ranks
 from tiny_engine import tiny_llama
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return tiny_llama(tmp_path_factory.mktemp("tiny"), vocab_size=96)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Four processes for all tests that need some."""
+    pool = Ranks(4)
+    yield pool
+    pool.close()

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from cluster.attention import group_first_order, masks, ragged_attention, ragged_attention_plain
-from cluster.flat_batch import FlatBatch, Span, flatten
+from cluster.flat_batch import FlatBatch, flatten
 from cluster.kv_cache import PagedKV
+from cluster.messages import Span
 
 BLOCK, HEADS, KV_HEADS, SIZE = 4, 6, 2, 16
 NUM_BLOCKS = 600

@@ -11,16 +11,20 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
-from cluster.flat_batch import Span, flatten
+from cluster.flat_batch import flatten
 from cluster.kv_cache import PagedKV
+from cluster.messages import Span
 from cluster.models.decoder import Decoder
 from cluster.models.loader import load_decoder
 
@@ -54,6 +58,28 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "mistral": MistralConfig(**SIZES, head_dim=8, sliding_window=None),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20, norm_topk_prob=True
+    ),
+    "qwen3-moe-some-dense": Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20, mlp_only_layers=[1]
+    ),
+    "deepseek-v3": DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 6},
+        q_lora_rank=18,
+        kv_lora_rank=20,
+        qk_nope_head_dim=10,
+        qk_rope_head_dim=6,
+        v_head_dim=9,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        num_nextn_predict_layers=0,
+    ),
 }
 
 
@@ -66,6 +92,9 @@ class Pair:
         with torch.no_grad():  # fresh norms are all ones and fresh biases all zeros: a bug there would not show
             for parameter in self.reference.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+            for name, buffer in self.reference.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.add_(torch.randn_like(buffer) * 0.1)
         self.reference.save_pretrained(folder)
         self.decoder: Decoder = load_decoder(folder, torch.float32)
         self.kv: PagedKV = self.decoder.make_kv(64, BLOCK)
@@ -187,6 +216,7 @@ def test_bf16_follows_fp32(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"sliding_window": 16, "use_sliding_window": True}, "sliding_window"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported"),
         ({"num_hidden_layers": 5}, r"lacks the tensor 'model\.layers\.4"),
         ({"num_hidden_layers": 3}, "no place for"),
     ],

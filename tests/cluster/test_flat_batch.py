@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.flat_batch import Span, flatten
+from cluster.flat_batch import flatten
+from cluster.messages import Span
 
 BLOCK = 4
 

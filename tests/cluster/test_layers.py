@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cluster.config import ParallelConfig
 from cluster.layers import ColumnParallelLinear, RMSNorm, Rotary, RowParallelLinear, rotate_
-from cluster.mesh import Mesh
+from cluster.mesh import WHOLE, Mesh, Part
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -38,26 +39,22 @@ def test_rotation_is_relative_and_in_place() -> None:
 
 
 def test_ranks_together_compute_what_one_computes() -> None:
-    """The shards of two ranks: columns concatenate, rows sum (the sum is what all_reduce will do)."""
+    """The shards of two ranks: columns concatenate, rows sum (the sum is what all_reduce does)."""
     torch.manual_seed(0)
     tensors = {"a.weight": torch.randn(8, 6), "b.weight": torch.randn(4, 6), "down.weight": torch.randn(5, 8)}
     tensors["down.bias"] = torch.randn(5)
+
+    def read(name: str, part: Part = WHOLE, dtype: torch.dtype | None = None) -> torch.Tensor:
+        start, end = part.range(tensors[name].shape[part.dim], name)
+        return tensors[name].narrow(part.dim, start, end - start)
+
     x, wide = torch.randn(3, 6), torch.randn(3, 8)
-    ranks = [Mesh(rank, 2) for rank in range(2)]
-    parts = [ColumnParallelLinear(tensors.__getitem__, ("a", "b"), mesh)(x) for mesh in ranks]
+    ranks = [Mesh(ParallelConfig(tensor_parallel_size=2), rank) for rank in range(2)]
+    parts = [ColumnParallelLinear(read, [("a", mesh.part(0)), ("b", mesh.part(0))])(x) for mesh in ranks]
     whole_a = torch.cat([part[:, :4] for part in parts], 1)
     torch.testing.assert_close(whole_a, x @ tensors["a.weight"].T)
     torch.testing.assert_close(torch.cat([part[:, 4:] for part in parts], 1), x @ tensors["b.weight"].T)
 
-    rows = [RowParallelLinear(tensors.__getitem__, "down", mesh, bias=True) for mesh in ranks]
-    partial = sum(row._linear(wide[:, 4 * rank : 4 * rank + 4]) for rank, row in enumerate(rows))
+    rows = [RowParallelLinear(read, "down", mesh, bias=True) for mesh in ranks]
+    partial = sum(row.partial(wide[:, 4 * rank : 4 * rank + 4]) for rank, row in enumerate(rows))
     torch.testing.assert_close(partial, F.linear(wide, tensors["down.weight"], tensors["down.bias"]))
-    with pytest.raises(AssertionError, match="not built yet"):
-        rows[0](wide[:, :4])
-
-
-def test_mesh_refuses_what_does_not_divide() -> None:
-    with pytest.raises(ValueError, match="3 key/value heads can't be divided over 2"):
-        Mesh(0, 2).divide(3, "key/value heads")
-    with pytest.raises(ValueError, match="tp_rank"):
-        Mesh(2, 2)
