@@ -3,7 +3,7 @@
 The fast twin of drafter/backbone.py, which trains and says what is computed; a test holds the two together. Knows the
 backbone's weights; knows nothing of heads, vocabularies or where context rows are stored.
 
-Shape letters: R requests, N context rows to project, G block positions, T context rows, K tapped layers, L draft
+Shape letters: R requests, G block positions, T context rows, K tapped layers, L draft
 layers, D hidden size, Q query heads, H key/value heads, C head size.
 """
 
@@ -58,13 +58,13 @@ class FrozenBackbone:
         self._cos, self._sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def project_context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """features [N, K*D] at positions [N] -> context keys and values, each [L, N, H, C]."""
-        num_rows, (heads, size) = len(features), self._shape
+        """features [..., K*D] at positions [...] -> context keys and values, each [L, ..., H, C]."""
+        rows, (heads, size) = features.shape[:-1], self._shape
         context = self._context(self._hidden_norm(self._fc(features)))
-        keys, values = context.view(num_rows, 2, -1, size).unbind(1)
+        keys, values = context.view(*rows, 2, -1, size).unbind(-3)
         rotated = rotate_(self._context_norm(keys), self._rotary(positions))
-        split = num_rows, -1, heads, size
-        return rotated.view(split).transpose(0, 1), values.reshape(split).transpose(0, 1)
+        split = *rows, -1, heads, size
+        return rotated.reshape(split).movedim(-3, 0), values.reshape(split).movedim(-3, 0)
 
     def __call__(
         self, embedded: Tensor, positions: Tensor, context_keys: Tensor, context_values: Tensor, visible: Tensor

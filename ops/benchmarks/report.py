@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "ops" / "results"
-SPEEDUP, PEERS = RESULTS / "speedup.json", RESULTS / "peers.json"
+SPEEDUP, GREEDY, PEERS = (RESULTS / name for name in ("speedup.json", "speedup_greedy.json", "peers.json"))
 DRAFTER = RESULTS / "drafters" / "smollm2-135m-instruct.json"
 
 Row = dict[str, Any]
@@ -75,42 +75,33 @@ def _is_number(cell: str) -> bool:
 
 
 def speedup_table(rows: Sequence[Row]) -> str:
-    """Every row of a speed-up run, with its ratio over plain decoding."""
-    cells = []
+    """One line for each point of a speed-up run: what either way of speculating makes of plain decoding."""
+    points: dict[tuple[str, float, int], dict[str, Row]] = {}
     for row in rows:
-        low, high = row["speedup_interval"]
-        cells.append(
+        points.setdefault((row["dataset"], row["temperature"], row["concurrency"]), {})[row["mode"]] = row
+    lines = []
+    for (dataset, temperature, concurrency), modes in points.items():
+        plain, fixed, scheduled = (modes[mode] for mode in ("plain", "fixed", "scheduled"))
+        better = max(plain["tokens_per_second"], fixed["tokens_per_second"])
+        lines.append(
             [
-                row["dataset"],
-                f"{row['temperature']:g}",
-                str(row["concurrency"]),
-                row["mode"],
-                f"{row['tokens_per_second']:.1f}",
-                f"{row['tokens_per_second_per_user']:.1f}",
-                f"{row['accepted_length']:.2f}",
-                f"{row['speedup']:.2f}x ({low:.2f}-{high:.2f})",
+                dataset,
+                f"{temperature:g}",
+                str(concurrency),
+                f"{plain['tokens_per_second']:.1f}",
+                _over_plain(fixed),
+                _over_plain(scheduled),
+                f"{fixed['accepted_length']:.2f} / {scheduled['accepted_length']:.2f}",
+                f"{scheduled['tokens_per_second'] / better:.2f}x",
             ]
         )
-    header = ["prompts", "temperature", "concurrency", "mode", "tok/s", "tok/s/user", "accepted length", "over plain"]
-    return table(header, cells)
+    header = ["prompts", "temperature", "concurrency", "plain tok/s", "fixed over plain", "scheduled over plain"]
+    return table([*header, "accepted length, fixed / scheduled", "scheduled over the better"], lines)
 
 
-def scheduled_summary(rows: Sequence[Row]) -> str:
-    """What the scheduler costs or gains against whoever was better without it."""
-    cells: dict[tuple[str, float, int], dict[str, float]] = {}
-    for row in rows:
-        key = row["dataset"], row["temperature"], row["concurrency"]
-        cells.setdefault(key, {})[row["mode"]] = row["tokens_per_second"]
-    lines = [
-        [
-            dataset,
-            f"{temperature:g}",
-            str(concurrency),
-            f"{speeds['scheduled'] / max(speeds['plain'], speeds['fixed']):.2f}x",
-        ]
-        for (dataset, temperature, concurrency), speeds in cells.items()
-    ]
-    return table(["prompts", "temperature", "concurrency", "scheduled over the better of plain and fixed"], lines)
+def _over_plain(row: Row) -> str:
+    low, high = row["speedup_interval"]
+    return f"{row['speedup']:.2f}x ({low:.2f}-{high:.2f})"
 
 
 def step_time_table(seconds_by_tokens: dict[str, float]) -> str:
@@ -165,7 +156,7 @@ def speedup_section(results: Row) -> str:
         [
             _measured_on(results),
             speedup_table(results["rows"]),
-            "One step of the target, by the tokens in it:",
+            "Ratios are of tok/s, with their 95% intervals. One step of the target, by the tokens in it:",
             step_time_table(results["step_time_seconds_by_tokens"]),
             f"A step of one token reads {limit['weight_bytes'] / 1e6:.0f} MB of weights and runs at "
             f"{limit['fraction']:.0%} of this machine's measured read bandwidth "
@@ -197,6 +188,9 @@ def main() -> None:
     text = readme.read_text()
     if SPEEDUP.exists():
         text = fill(text, "speedup", speedup_section(json.loads(SPEEDUP.read_text())))
+    if GREEDY.exists():
+        results = json.loads(GREEDY.read_text())
+        text = fill(text, "greedy", f"{_measured_on(results)}\n\n{speedup_table(results['rows'])}")
     if DRAFTER.exists():
         text = fill(text, "drafter", drafter_section(json.loads(DRAFTER.read_text())))
     if PEERS.exists():

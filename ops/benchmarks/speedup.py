@@ -179,7 +179,6 @@ def main() -> None:
     options = parse_options()
     results = run(options)
     print(report.speedup_section(results))
-    print("\n" + report.scheduled_summary(results["rows"]))
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -32,9 +32,13 @@ def conversations(number: int) -> list[Conversation]:
     ]
 
 
-@pytest.mark.parametrize("draft_vocab_size", [97, 40])
-def test_greedy_rollout_writes_what_the_target_writes_alone(tiny_target: Target, draft_vocab_size: int) -> None:
+@pytest.mark.parametrize(("draft_vocab_size", "freeze"), [(97, False), (40, False), (40, True)])
+def test_greedy_rollout_writes_what_the_target_writes_alone(
+    tiny_target: Target, draft_vocab_size: int, freeze: bool
+) -> None:
     model = random_drafter(drafter_config(draft_vocab_size=draft_vocab_size))
+    if freeze:
+        model.freeze()
     prompts = conversations(7)
     rollout = Rollout(tiny_target, model, temperature=0.0, max_new_tokens=20)
     written: list[list[int]] = []
