@@ -18,6 +18,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.dates
+import matplotlib.ticker
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.gridspec import GridSpec
@@ -114,9 +115,7 @@ def _draw_stat(axes: Axes, panel: Panel, series: list[Point]) -> None:
 
 
 def _draw_bars(axes: Axes, panel: Panel, series: list[Point]) -> None:
-    series = sorted(
-        series, key=lambda point: [float(n) for n in re.findall(r"[\d.]+", point[0].replace("+Inf", "1e9"))]
-    )
+    series = sorted(series, key=lambda point: float(point[0].split()[-1]))  # "position 3", "<= +Inf"
     names, values = [name for name, _ in series], [points[-1][1] for _, points in series]
     bars = axes.barh(names, values, color=[colour_at(panel, value) for value in values])
     axes.bar_label(bars, [written(value, panel.unit) for value in values], fontsize=7, padding=2)
@@ -143,7 +142,7 @@ def _draw_lines(axes: Axes, panel: Panel, series: list[Point]) -> None:
     axes.set_ylim(bottom=panel.minimum if panel.minimum is not None else bottom, top=panel.maximum)
     axes.yaxis.set_major_formatter(lambda value, _: written(value, panel.unit))
     axes.xaxis.set_major_formatter(matplotlib.dates.DateFormatter("%H:%M:%S"))
-    axes.xaxis.set_major_locator(matplotlib.dates.AutoDateLocator(maxticks=5))
+    axes.xaxis.set_major_locator(matplotlib.ticker.LinearLocator(4))
     axes.tick_params(labelsize=7)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=6.5, loc="upper left", framealpha=0.7, ncols=2 if len(names) > 4 else 1)
