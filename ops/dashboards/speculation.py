@@ -134,8 +134,8 @@ POSITIONS = Row(
     (
         Panel(
             "Acceptance by position",
-            "Of the drafts verified this far, the share that passed this far. Falls along the block by nature; if position "
-            "0 falls as well, it is traffic or drafter, not the budget.",
+            "Of the drafts verified this far, the share that passed this far. Falls along the block by nature; if "
+            "position 0 falls as well, it is traffic or drafter, not the budget.",
             "percentunit",
             (Query(f"sort_desc({ratio(ACCEPTED, VERIFIED, ENGINE, 'position')})", "position {{position}}"),),
             kind="bargauge",
