@@ -31,7 +31,7 @@ from ops.prometheus import Prometheus, Series
 COLOURS = {"green": "#3a9d5d", "yellow": "#d8a200", "red": "#c8372d"}
 COLUMNS = 24
 """As in Grafana: a row is 24 units wide."""
-TITLE_HEIGHT, STAT_HEIGHT, PANEL_HEIGHT = 1.0, 3.0, 6.0
+TITLE_HEIGHT, STAT_HEIGHT, PANEL_HEIGHT = 0.7, 2.3, 4.4
 UNIT = 0.8
 """Inches of such a unit, in both directions."""
 Point = tuple[str, tuple[tuple[float, float], ...]]
@@ -96,7 +96,7 @@ class _Canvas:
     height: float
 
     def axes(self, column: float, bottom: float, width: float, height: float) -> Axes:
-        left, right, below, above = 1.0, 0.3, 0.7, 0.8
+        left, right, below, above = 1.0, 0.3, 0.6, 0.5
         box = (column + left, bottom + below, width - left - right, height - below - above)
         scale = (COLUMNS, self.height, COLUMNS, self.height)
         return self.figure.add_axes(tuple(side / whole for side, whole in zip(box, scale, strict=True)))
