@@ -37,6 +37,9 @@ def main() -> int:
     if port_is_taken(host, int(port)):
         print(f"{options.listen} is in use: stop what listens there, or choose another --listen", file=sys.stderr)
         return 2
+    # However it is told to end, Prometheus ends with it; a shell starts background jobs with Ctrl-C ignored.
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ending, signal.default_int_handler)
     config = prometheus.configuration(options.target, FILE, options.scrape_seconds)
     try:
         with prometheus.running(options.folder, options.listen, config) as server:

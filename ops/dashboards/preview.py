@@ -11,6 +11,7 @@ import math
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -18,9 +19,10 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.dates
+import matplotlib.ticker
 from matplotlib import pyplot
 from matplotlib.axes import Axes
-from matplotlib.gridspec import GridSpec
+from matplotlib.figure import Figure
 
 from ops.dashboards.catalog import DASHBOARDS
 from ops.dashboards.model import Dashboard, Panel, Query, Unit
@@ -29,7 +31,9 @@ from ops.prometheus import Prometheus, Series
 COLOURS = {"green": "#3a9d5d", "yellow": "#d8a200", "red": "#c8372d"}
 COLUMNS = 24
 """As in Grafana: a row is 24 units wide."""
-TITLE_HEIGHT, STAT_HEIGHT, PANEL_HEIGHT, INCH = 1, 4, 8, 0.36
+TITLE_HEIGHT, STAT_HEIGHT, PANEL_HEIGHT = 0.7, 2.3, 4.4
+UNIT = 0.8
+"""Inches of such a unit, in both directions."""
 Point = tuple[str, tuple[tuple[float, float], ...]]
 """A legend and (unix time, value) in order."""
 
@@ -63,38 +67,59 @@ def colour_at(panel: Panel, value: float) -> str:
 
 def render(dashboard: Dashboard, ask: Callable[[Query], list[Series]], path: Path) -> None:
     """Draw one dashboard. `ask` returns the series of a query."""
-    heights = [height for row in dashboard.rows for height in (TITLE_HEIGHT, *_heights(row.panels))]
-    figure = pyplot.figure(figsize=(COLUMNS * 0.8, (sum(heights) + 2) * INCH), layout="constrained")
-    figure.suptitle(f"{dashboard.title}: {dashboard.question}", fontsize=15, fontweight="bold")
-    grid = GridSpec(len(heights), COLUMNS, figure, height_ratios=heights)
-    line = 0
-    for row in dashboard.rows:
-        title = figure.add_subplot(grid[line, :])
-        title.set_axis_off()
-        title.text(0, 0.3, row.title, fontsize=12, fontweight="bold", color="#444444")
+    lines = [line for row in dashboard.rows for line in (row.title, *_lines(row.panels))]
+    top = sum(_height(line) for line in lines) + TITLE_HEIGHT
+    figure = pyplot.figure(figsize=(COLUMNS * UNIT, (top + TITLE_HEIGHT) * UNIT))
+    canvas = _Canvas(figure, top + TITLE_HEIGHT)
+    figure.text(
+        0.5, 1 - 0.5 / canvas.height, f"{dashboard.title}: {dashboard.question}", ha="center", va="top", size=15
+    )
+    for line in lines:
+        top -= _height(line)
+        if isinstance(line, str):
+            figure.text(0.1 / COLUMNS, (top + 0.3) / canvas.height, line, size=12, weight="bold", color="#444444")
+            continue
         column = 0
-        line += 1
-        for panel in row.panels:
-            if column + panel.width > COLUMNS:
-                column, line = 0, line + 1
-            axes = figure.add_subplot(grid[line, column : column + panel.width])
+        for panel in line:
+            axes = canvas.axes(column, top, panel.width, _height(line))
             _draw(axes, panel, [(legend_of(q, s.labels), s.points) for q in panel.queries for s in ask(q)])
             column += panel.width
-        line += 1
     figure.savefig(path, dpi=75)
     pyplot.close(figure)
 
 
-def _heights(panels: tuple[Panel, ...]) -> list[int]:
-    """Heights of the lines that a row's panels wrap into."""
-    heights, column = [0], 0
+@dataclass(frozen=True, slots=True)
+class _Canvas:
+    """Places axes on a grid of squares, with room for their labels."""
+
+    figure: Figure
+    height: float
+
+    def axes(self, column: float, bottom: float, width: float, height: float) -> Axes:
+        left, right, below, above = 1.0, 0.3, 0.6, 0.5
+        box = (column + left, bottom + below, width - left - right, height - below - above)
+        scale = (COLUMNS, self.height, COLUMNS, self.height)
+        return self.figure.add_axes(tuple(side / whole for side, whole in zip(box, scale, strict=True)))
+
+
+Line = str | tuple[Panel, ...]
+"""A row's title, or panels beside each other."""
+
+
+def _height(line: Line) -> float:
+    if isinstance(line, str):
+        return TITLE_HEIGHT
+    return max(STAT_HEIGHT if panel.kind == "stat" else PANEL_HEIGHT for panel in line)
+
+
+def _lines(panels: tuple[Panel, ...]) -> list[tuple[Panel, ...]]:
+    """Panels as they wrap when a line is full."""
+    lines: list[tuple[Panel, ...]] = [()]
     for panel in panels:
-        if column + panel.width > COLUMNS:
-            heights.append(0)
-            column = 0
-        column += panel.width
-        heights[-1] = max(heights[-1], STAT_HEIGHT if panel.kind == "stat" else PANEL_HEIGHT)
-    return heights
+        if sum(other.width for other in lines[-1]) + panel.width > COLUMNS:
+            lines.append(())
+        lines[-1] += (panel,)
+    return lines
 
 
 def _draw(axes: Axes, panel: Panel, series: list[Point]) -> None:
@@ -114,9 +139,7 @@ def _draw_stat(axes: Axes, panel: Panel, series: list[Point]) -> None:
 
 
 def _draw_bars(axes: Axes, panel: Panel, series: list[Point]) -> None:
-    series = sorted(
-        series, key=lambda point: [float(n) for n in re.findall(r"[\d.]+", point[0].replace("+Inf", "1e9"))]
-    )
+    series = sorted(series, key=lambda point: float(point[0].split()[-1]))  # "position 3", "<= +Inf"
     names, values = [name for name, _ in series], [points[-1][1] for _, points in series]
     bars = axes.barh(names, values, color=[colour_at(panel, value) for value in values])
     axes.bar_label(bars, [written(value, panel.unit) for value in values], fontsize=7, padding=2)
@@ -143,7 +166,7 @@ def _draw_lines(axes: Axes, panel: Panel, series: list[Point]) -> None:
     axes.set_ylim(bottom=panel.minimum if panel.minimum is not None else bottom, top=panel.maximum)
     axes.yaxis.set_major_formatter(lambda value, _: written(value, panel.unit))
     axes.xaxis.set_major_formatter(matplotlib.dates.DateFormatter("%H:%M:%S"))
-    axes.xaxis.set_major_locator(matplotlib.dates.AutoDateLocator(maxticks=5))
+    axes.xaxis.set_major_locator(matplotlib.ticker.LinearLocator(4))
     axes.tick_params(labelsize=7)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=6.5, loc="upper left", framealpha=0.7, ncols=2 if len(names) > 4 else 1)

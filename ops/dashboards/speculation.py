@@ -134,11 +134,11 @@ POSITIONS = Row(
     (
         Panel(
             "Acceptance by position",
-            "Chance of a verified draft token to pass. Position 0 falls as well: traffic or drafter, not the budget.",
+            "Of the drafts verified this far, the share that passed this far. Falls along the block by nature; if "
+            "position 0 falls as well, it is traffic or drafter, not the budget.",
             "percentunit",
-            (Query(ratio(ACCEPTED, VERIFIED, ENGINE, "position"), "position {{position}}"),),
+            (Query(f"sort_desc({ratio(ACCEPTED, VERIFIED, ENGINE, 'position')})", "position {{position}}"),),
             kind="bargauge",
-            thresholds=((None, RED), (0.15, YELLOW), (0.3, GREEN)),
             runbook="dsparkacceptancefell",
             maximum=1,
         ),
@@ -147,7 +147,6 @@ POSITIONS = Row(
             "The same as lines: a slow decline is drifting traffic, a cliff is a deployment.",
             "percentunit",
             (Query(ratio(ACCEPTED, VERIFIED, ENGINE, "position"), "position {{position}}"),),
-            thresholds=((None, RED), (0.15, YELLOW), (0.3, GREEN)),
             runbook="dsparkacceptancefell",
             maximum=1,
         ),
@@ -193,7 +192,8 @@ DRAFTS = Row(
             "percentunit",
             (
                 Query(
-                    f"{rate('dspark_accepted_length_bucket', ENGINE, 'le')} / on() group_left() {ROUNDS}", "<= {{le}}"
+                    f"sort({rate('dspark_accepted_length_bucket', ENGINE, 'le')} / on() group_left() {ROUNDS})",
+                    "<= {{le}}",
                 ),
             ),
             kind="bargauge",

@@ -59,7 +59,7 @@ ALERTS = (
         " or absent(dspark_requests_shed_total)",
         "2m",
         "critical",
-        "{{ $labels.model }}: no engine reports; requests are answered with 503 or not at all",
+        '{{ or $labels.model "the service" }}: no engine reports; requests are answered with 503 or not at all',
     ),
     Alert(
         "DSparkEngineStuck",

@@ -70,13 +70,16 @@ def _speculation() -> list[Rule]:
 
 
 def _slo(objective: Objective, window: str) -> list[Rule]:
-    labels = {"slo": objective.name}
     selected = f'{error_ratio_name(window)}{{slo="{objective.name}"}}'
     return [
         {
             "record": error_ratio_name(window),
-            "labels": labels,
+            "labels": {"slo": objective.name},
             "expr": f"1 - {objective.good(window)} / {objective.total(window)}",
         },
-        {"record": burn_rate_name(window), "labels": labels, "expr": f"{selected} / {objective.budget}"},
+        {
+            "record": burn_rate_name(window),
+            "labels": {"slo": objective.name},
+            "expr": f"{selected} / {objective.budget}",
+        },
     ]

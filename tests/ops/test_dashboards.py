@@ -64,6 +64,10 @@ def test_grafana_gets_variables_links_and_one_place_per_panel(dashboard: Dashboa
     assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in model["panels"])
 
 
+def test_the_runbook_leads_on_to_sections_that_exist() -> None:
+    assert set(re.findall(r"\]\(#([^)]+)\)", RUNBOOK)) <= anchors(RUNBOOK)
+
+
 def test_titles_tell_the_panels_of_a_dashboard_apart() -> None:
     for dashboard in DASHBOARDS:
         titles = [panel.title for panel in dashboard.panels()]
