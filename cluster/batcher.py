@@ -31,7 +31,7 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     num_published_blocks: int = 0
     confidences: list[float] = field(default_factory=list)
-    """The last known confidence of each slot of a block; 1 for one never drafted, so that it gets its first chance."""
+    """The last known confidence of each slot of a block; what is expected of it where it was never drafted."""
     num_rounds: int = 0
     num_drafted: int = 0
     num_verified: int = 0
@@ -161,7 +161,6 @@ class Batcher:
             raise InvalidRequestError("max_tokens", f"must be at least 1, got {request.sampling.max_tokens}")
 
     def add(self, sequence: Sequence) -> None:
-        sequence.confidences = [1.0] * self._max_drafts
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:

@@ -27,7 +27,6 @@ def allocate(
     curve: CostCurve,
     *,
     max_draft_tokens: int | None = None,
-    arrivals: Sequence[int] = (),
     previous: BudgetLease | None = None,
     min_gain: float = MIN_GAIN,
 ) -> BudgetLease:
@@ -37,14 +36,13 @@ def allocate(
     globally because the curve may be a jagged staircase. B = 0 costs no draft pass: a lease with cap 0 means "do not
     draft". A request's survival tuple has as many slots as it may verify (none for a plain one).
 
-    max_draft_tokens: most drafts that fit a step. arrivals: slot limits of the requests that run now but are not in the
-    report; with no confidence yet they count as sure to pass. previous: the last lease; it (cap 0 if none) is kept
-    unless the best cap promises more than `min_gain` over it, so that noise does not make the batch size flap.
+    max_draft_tokens: most drafts that fit a step. previous: the last lease; it (cap 0 if none) is kept unless the best
+    cap promises more than `min_gain` over it, so that noise does not make the batch size flap.
     """
-    ranked = -np.sort(-_slots(report, arrivals))
+    ranked = -np.sort(-_slots(report))
     most = len(ranked) if max_draft_tokens is None else min(len(ranked), max(max_draft_tokens, 0))
     epoch = 0 if previous is None else previous.epoch + 1
-    rates, seconds = _rates(report, curve, ranked[:most], len(report.requests) + len(arrivals))
+    rates, seconds = _rates(report, curve, ranked[:most])
     cap = int(np.argmax(rates))
     kept = min(previous.cap, most) if previous is not None else 0
     if rates[cap] <= rates[kept] * (1 + min_gain):
@@ -56,16 +54,16 @@ def allocate(
     return BudgetLease(cap=cap, price=float(min(rates[cap] * last_slot_seconds, ranked[cap - 1])), epoch=epoch)
 
 
-def everything_admitted(report: LoadReport, curve: CostCurve, arrivals: Sequence[int] = ()) -> bool:
+def everything_admitted(report: LoadReport, curve: CostCurve) -> bool:
     """True when the load is so low that every slot repays its own verification: no search is needed.
 
     Sufficient, not necessary: each slot's survival covers the dearest extra token at the highest rate possible, and
     drafting everything beats not drafting. Then the rate rises with every slot, and `allocate`'s argmax is all of them.
     """
-    survivals = _slots(report, arrivals)
+    survivals = _slots(report)
     if not survivals.size:
         return True
-    running = len(report.requests) + len(arrivals)
+    running = len(report.requests)
     base = running + report.num_prefill_tokens
     seconds = curve.step_seconds(base + np.arange(survivals.size + 1), report.context_tokens)
     draft = curve.draft_seconds(running)
@@ -117,14 +115,14 @@ def algorithm_1(survival: Sequence[Sequence[float]], steps_per_second: Callable[
     return lengths
 
 
-def _slots(report: LoadReport, arrivals: Sequence[int]) -> Array:
-    """All survivals of a report, flat, with 1 for the slots of requests that have none yet."""
-    known = [value for request in report.requests for value in request.survival]
-    return np.array(known + [1.0] * sum(arrivals), dtype=np.float64)
+def _slots(report: LoadReport) -> Array:
+    """All survivals of a report, flat."""
+    return np.array([value for request in report.requests for value in request.survival], dtype=np.float64)
 
 
-def _rates(report: LoadReport, curve: CostCurve, ranked: Array, running: int) -> tuple[Array, Array]:
+def _rates(report: LoadReport, curve: CostCurve, ranked: Array) -> tuple[Array, Array]:
     """Expected tokens per second and verify seconds for 0, 1, .. len(ranked) drafts: each [B + 1]."""
+    running = len(report.requests)
     base = running + report.num_prefill_tokens
     seconds = curve.step_seconds(base + np.arange(len(ranked) + 1), report.context_tokens)
     step = seconds + curve.draft_seconds(running)

@@ -44,7 +44,7 @@ from cluster.shard import Shard, StepTensors
 from cluster.sps import CostCurve
 from cluster.verifier import Outcome
 from drafter.interface import Draft
-from drafter.speculative import SamplingRows
+from drafter.speculative import SamplingRows, draft_sampler
 
 UNLIMITED = BudgetLease(cap=2**31)
 """All that requests and rows allow."""
@@ -53,6 +53,8 @@ PROBE_EVERY_STEPS = 64
 """A step that skips drafting learns nothing about drafts: after so many in a row, one drafts to look again."""
 REFRESH_EVERY_STEPS = 8
 MAX_RETRY_AFTER_SECONDS = 60.0
+EXPECTATION_RATE = 0.2
+"""How fast the expected confidence of a new request follows those that are drafted."""
 REPORT_AGE_STEPS = 2
 """The budget may only use confidences that are at least so old (dspark.md section 5)."""
 
@@ -86,6 +88,7 @@ class Engine:
         self._num_steps = 0
         self._num_steps_undrafted = 0
         self._last_lease = UNLIMITED
+        self._expected_confidences = [1.0] * self.max_drafts  # nothing is known yet: every slot gets its chance
 
     # --- requests ---
 
@@ -178,6 +181,7 @@ class Engine:
             added, self._added = self._added, []
             aborted, self._aborted = self._aborted, []
         for sequence in added:
+            sequence.confidences = list(self._expected_confidences)
             self._batcher.add(sequence)
         return [
             self._finish(self._sequences[request_id], "abort")
@@ -195,17 +199,20 @@ class Engine:
         anchored = plan.anchored
         if len(chunks) < len(anchored):
             rows = rows.select(torch.tensor([i for i, chunk in enumerate(anchored) if chunk.max_drafts]))
+        num_slots = max(chunk.max_drafts for chunk in chunks)
         draft = self._shard.draft(
             anchors=[s.tokens[-1] for s in sequences],
             num_context=[s.num_computed for s in sequences],
             block_ids=[s.block_ids for s in sequences],
-            sampler=verifier.draft_sampler(rows, self._shard.target_ids),
-            num_slots=max(chunk.max_drafts for chunk in chunks),
+            sampler=draft_sampler(rows, num_slots, self._shard.target_ids),
+            num_slots=num_slots,
         )
         tokens, confidences = draft.tokens.tolist(), draft.confidences.tolist()
         for chunk, proposed, confidence in zip(chunks, tokens, confidences, strict=True):
             chunk.proposed = proposed[: chunk.max_drafts]
             chunk.sequence.confidences[: len(confidence)] = confidence
+        for slot, mean in enumerate(draft.confidences.mean(0).tolist()):
+            self._expected_confidences[slot] += EXPECTATION_RATE * (mean - self._expected_confidences[slot])
         return draft
 
     def _admit(self, plan: Plan, lease: BudgetLease) -> None:
@@ -294,30 +301,34 @@ class Engine:
             return UNLIMITED, "fixed"
         if len(self._reports) < REPORT_AGE_STEPS:
             return UNLIMITED, "bypass"
-        report = self._reports[0]
-        known = {load.request_id for load in report.requests}
-        arrivals = [self._batcher.draft_limit(s) for s in self._batcher.running if s.request_id not in known]
-        if budget.everything_admitted(report, self._curve, arrivals):
+        report = self._current_load()
+        if budget.everything_admitted(report, self._curve):
             self._last_lease = UNLIMITED
             return UNLIMITED, "bypass"
         self._last_lease = lease = budget.allocate(
-            report,
-            self._curve,
-            max_draft_tokens=self._config.max_num_batched_tokens,
-            arrivals=arrivals,
-            previous=self._last_lease,
+            report, self._curve, max_draft_tokens=self._config.max_num_batched_tokens, previous=self._last_lease
         )
         if lease.cap == 0 and self._num_steps_undrafted >= PROBE_EVERY_STEPS:
             return BudgetLease(cap=max(self.max_drafts, self.num_running)), "local"
         return lease, "local"
 
+    def _current_load(self) -> LoadReport:
+        """The report of two steps ago, less the requests that have left, plus those that came since.
+
+        A newcomer has no draft yet, so what it is expected to accept is what others were accepting when it came.
+        """
+        report = self._reports[0]
+        known = {load.request_id: load for load in report.requests}
+        return replace(report, requests=tuple(known.get(s.request_id) or self._load(s) for s in self._batcher.running))
+
+    def _load(self, sequence: Sequence) -> RequestLoad:
+        confidences = sequence.confidences[: self._batcher.draft_limit(sequence)]
+        return RequestLoad(sequence.request_id, tuple(survival(confidences)))
+
     def _report(self, plan: Plan, drafted: bool) -> LoadReport:
         return LoadReport(
             step=self._num_steps,
-            requests=tuple(
-                RequestLoad(s.request_id, tuple(survival(s.confidences[: self._batcher.draft_limit(s)])))
-                for s in self._batcher.running
-            ),
+            requests=tuple(map(self._load, self._batcher.running)),
             num_prefill_tokens=plan.num_prefill_tokens,
             context_tokens=plan.context_tokens,
             num_waiting=self.num_waiting,
@@ -332,9 +343,12 @@ class Engine:
 
     def _refresh(self, result: StepResult) -> None:
         """The curve follows the machine: every few steps it learns from the one just done."""
-        if self._curve is not None and result.num_tokens and result.step % REFRESH_EVERY_STEPS == 0:
-            seconds = result.seconds - result.draft_seconds
-            self._curve = self._curve.observed(result.num_tokens, result.report.context_tokens, seconds)
+        if self._curve is None or not result.num_tokens or result.step % REFRESH_EVERY_STEPS:
+            return
+        seconds = result.seconds - result.draft_seconds
+        self._curve = self._curve.observed(result.num_tokens, result.report.context_tokens, seconds)
+        if num_drafted := sum(verify_round.num_proposed > 0 for verify_round in result.rounds):
+            self._curve = self._curve.observed_draft(num_drafted, result.draft_seconds)
 
     def _retry_after_seconds(self) -> float:
         """When the next place should be free: the mean time between the latest finishes."""

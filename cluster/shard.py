@@ -35,6 +35,9 @@ from drafter.dspark import DSpark
 from drafter.interface import Draft, Drafter, Sampler
 from drafter.source import resolve_source
 
+MAX_UNCOMMITTED_ROWS = 512
+"""Rows of features that may wait to become draft context: 3 MB of a model of SmolLM2's width."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
@@ -70,6 +73,7 @@ class Shard:
         self._block_size = config.kv_block_size
         self._kv = decoder.make_kv(config.num_kv_blocks, config.kv_block_size)
         self._context: PagedKV | None = None
+        self._uncommitted: list[tuple[Tensor, Tensor, Tensor]] = []
         if drafter is not None:
             num_layers, num_heads, head_dim = drafter.context_shape
             self._context = PagedKV(
@@ -122,6 +126,7 @@ class Shard:
         """Propose `num_slots` tokens behind each anchor, which sits at position `num_context[r]`."""
         assert self.drafter is not None
         assert self._context is not None
+        self._write_context()
         positions = torch.tensor(num_context)
         num_blocks = -(-max(num_context) // self._block_size)
         tables = torch.tensor([(ids[:num_blocks] + [0] * num_blocks)[:num_blocks] for ids in block_ids])
@@ -184,10 +189,12 @@ class Shard:
         return StepTensors(batch, self.decoder.logits(hidden_ND[batch.logits_rows_M]), features_NF)
 
     def commit_features(self, forward: StepTensors, num_final: list[int]) -> None:
-        """The first `num_final[r]` rows of each span are committed: they become draft context. Others never do."""
+        """The first `num_final[r]` rows of each span are committed: they become draft context. Others never do.
+
+        Projecting a few rows costs almost as much as projecting hundreds, so it waits until somebody drafts.
+        """
         if self.drafter is None:
             return
-        assert self._context is not None
         batch, features_NF = forward.batch, forward.features_NF
         slots_N, positions_N = batch.slots_N, batch.positions_N
         if sum(num_final) < batch.num_rows:
@@ -195,8 +202,25 @@ class Shard:
             ends = counts.cumsum(0)
             rows = torch.arange(int(ends[-1])) + (batch.row_starts_R1[:-1] - ends + counts).repeat_interleave(counts)
             features_NF, slots_N, positions_N = features_NF[rows], slots_N[rows], positions_N[rows]
-        keys, values = self.drafter.project_context(features_NF, positions_N)
-        self._context.write_all(slots_N, keys, values)
+        self._uncommitted.append((features_NF, slots_N, positions_N))
+        if sum(len(slots) for _, slots, _ in self._uncommitted) >= MAX_UNCOMMITTED_ROWS:
+            self._write_context()
+
+    def _write_context(self) -> None:
+        """Project what was committed since the last draft, and write it in the order in which it was committed."""
+        if not self._uncommitted:
+            return
+        assert self.drafter is not None
+        assert self._context is not None
+        features, slots, positions = zip(*self._uncommitted, strict=True)
+        keys, values = self.drafter.project_context(torch.cat(features), torch.cat(positions))
+        sizes = [len(each) for each in slots]
+        # Step by step: a block that was given back meanwhile belongs to whoever wrote it last.
+        for slots_N, keys_LNHC, values_LNHC in zip(
+            slots, torch.split(keys, sizes, 1), torch.split(values, sizes, 1), strict=True
+        ):
+            self._context.write_all(slots_N, keys_LNHC, values_LNHC)
+        self._uncommitted.clear()
 
 
 def _load_drafter(folder: Path, decoder: Decoder, target: Path, mesh: Mesh) -> DSpark:

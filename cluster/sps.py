@@ -83,9 +83,13 @@ class CostCurve:
     draft_requests: Array
     """[D] increasing; empty for an engine without a drafter."""
     measured_draft: Array
-    """[D] seconds."""
+    """[D] seconds, as fitted."""
+    draft_corrections: Array
+    """[D] factors learned since, within the same bounds."""
     verify: Array
     """[T, C] seconds in use: measured * corrections, made monotone."""
+    draft: Array
+    """[D] seconds in use, likewise."""
 
     @classmethod
     def fit(
@@ -131,7 +135,7 @@ class CostCurve:
             "contexts": self.contexts.tolist(),
             "verify": self.verify.tolist(),
             "draft_requests": self.draft_requests.tolist(),
-            "draft": self.measured_draft.tolist(),
+            "draft": self.draft.tolist(),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1))
@@ -162,7 +166,8 @@ class CostCurve:
                 f"flat: {verify[0, 0]:.6f} s for {grid[0][0]:.0f} tokens, {verify[-1, 0]:.6f} s for {grid[0][-1]:.0f}"
             )
         steady = _isotonic(measured_draft)
-        return cls(provenance, grid[0], grid[1], measured, np.ones_like(measured), grid[2], steady, verify)
+        ones = np.ones_like(measured), np.ones_like(steady)
+        return cls(provenance, grid[0], grid[1], measured, ones[0], grid[2], steady, ones[1], verify, steady)
 
     def step_seconds(self, num_tokens: ArrayLike, context_tokens: float) -> Array:
         """Seconds of one target forward over `num_tokens` rows (a number or an array of them): fp64, same shape."""
@@ -173,7 +178,7 @@ class CostCurve:
         """Seconds of one draft pass for `num_requests`; 0 for none, and for an engine without a drafter."""
         if not num_requests or not self.draft_requests.size:
             return 0.0
-        return float(_interpolate(self.draft_requests, self.measured_draft, np.asarray(num_requests, dtype=np.float64)))
+        return float(_interpolate(self.draft_requests, self.draft, np.asarray(num_requests, dtype=np.float64)))
 
     def observed(self, num_tokens: int, context_tokens: int, seconds: float) -> CostCurve:
         """The curve after one real step: the cells around it move a twentieth of the way.
@@ -181,11 +186,24 @@ class CostCurve:
         One step counts at most as twice or half of what was expected, so that a page fault or a busy neighbour moves
         little, and no cell leaves 1/4..4 times its measurement.
         """
-        ratio = seconds / float(self.step_seconds(num_tokens, context_tokens))
+        expected = float(self.step_seconds(num_tokens, context_tokens))
         weights = np.outer(_hat(self.tokens, num_tokens), _hat(self.contexts, context_tokens))
-        factors = float(np.clip(ratio, 1 / _OUTLIER, _OUTLIER)) ** (_REFRESH_RATE * weights)
-        corrections = np.clip(self.corrections * factors, 1 / _REFRESH_LIMIT, _REFRESH_LIMIT)
+        corrections = _corrected(self.corrections, weights, seconds / expected)
         return replace(self, corrections=corrections, verify=_monotone(self.measured * corrections))
+
+    def observed_draft(self, num_requests: int, seconds: float) -> CostCurve:
+        """The curve after one real draft pass, by the same rule."""
+        if not self.draft_requests.size:
+            return self
+        weights = _hat(self.draft_requests, num_requests)
+        corrections = _corrected(self.draft_corrections, weights, seconds / self.draft_seconds(num_requests))
+        return replace(self, draft_corrections=corrections, draft=_isotonic(self.measured_draft * corrections))
+
+
+def _corrected(corrections: Array, weights: Array, ratio: float) -> Array:
+    """Corrections after a time that was `ratio` times the expected one, seen at cells of these weights."""
+    factors = float(np.clip(ratio, 1 / _OUTLIER, _OUTLIER)) ** (_REFRESH_RATE * weights)
+    return np.asarray(np.clip(corrections * factors, 1 / _REFRESH_LIMIT, _REFRESH_LIMIT))
 
 
 def _medians(timed: Iterable[tuple[tuple[int, int], float]]) -> dict[tuple[int, int], float]:

@@ -17,8 +17,8 @@ from torch import Tensor
 from cluster.batcher import Sequence
 from cluster.messages import FinishReason, SamplingParams, TokenLogprobs
 from drafter import speculative
-from drafter.interface import Draft, Sampler
-from drafter.speculative import Purpose, SamplingRows
+from drafter.interface import Draft
+from drafter.speculative import SamplingRows
 
 MINUS_INFINITY = float("-inf")
 
@@ -46,17 +46,6 @@ def sampling_rows(sequences: list[Sequence], step: int) -> SamplingRows:
         positions=torch.tensor([len(s.tokens) for s in sequences], dtype=torch.int64),
         coupled=coupled,
     )
-
-
-def draft_sampler(first: SamplingRows, target_ids_V: Tensor | None) -> Sampler:
-    """How the drafter draws slot k behind each row of `first`: the same rules and noise as the target's position."""
-
-    def draw(slot: int, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-        rows = first.at(first.positions + slot)
-        probabilities_RV = speculative.probabilities(logits_RV, rows)
-        return speculative.sample(probabilities_RV, rows, Purpose.DRAFT, target_ids_V), probabilities_RV
-
-    return draw
 
 
 def edits_logits(sampling: SamplingParams, num_output: int) -> bool:

@@ -1,26 +1,30 @@
-"""Calibrated confidence: the head's bias, Sequential Temperature Scaling (STS, paper section 3.4), and their error.
+"""Calibrated confidence: the head refitted on new prompts, Sequential Temperature Scaling (STS, paper section 3.4).
 
 Pure functions on recorded rounds; `python -m drafter calibrate` records them with the real target on held-out prompts.
 A drafter accepts less on new prompts than on those it has learned by heart, and its confidence head was trained on the
-latter: that is a shift, which no temperature can take back, so the head's bias is moved first.
+latter. No temperature takes that back, so the head's one linear layer is fitted again before the temperatures are.
 
-Shape letters: N rounds, G block positions.
+Shape letters: N rounds, G block positions, M slots that were put to the test, F inputs of the confidence head.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
-from drafter.checkpoint import shift_confidence
+from drafter.checkpoint import confidence_weights, replace_confidence
 from drafter.data import provenance, write_json
 from drafter.rollout import Rounds, add_rollout_arguments, load_for_rollout, roll_out
 
 _NUM_BINS = 20
+_NUM_FOLDS = 5
+_PENALTIES = [10.0 ** (-k / 2) for k in range(10)]  # 1 .. 3e-5
 _GRID = torch.logspace(-1, 1, 161).double()  # temperatures 0.1 .. 10, 2.9% apart
 
 
@@ -58,21 +62,77 @@ def auroc(predicted: Tensor, happened: Tensor) -> float:
     return (rank_sum - positives * (positives + 1) / 2) / (positives * negatives)
 
 
-def fit_bias_shift(rounds: Rounds) -> float:
-    """What to add to every logit so that confidences are right on average, over the slots that were put to the test.
+@dataclass(frozen=True, slots=True)
+class HeadFit:
+    """A refitted confidence head."""
 
-    The maximum-likelihood shift of a logistic model: the root of sum(sigmoid(logit + shift) - passed), by bisection.
+    weight: Tensor
+    """[F] fp64"""
+    bias: float
+    penalty: float
+    """How dear a step away from the trained weights was; chosen by cross-validation."""
+    logits: Tensor
+    """[N, G] fp64: those of each round by a head that was fitted without its conversation."""
+
+
+def fit_head(rounds: Rounds, weight: Tensor, bias: float) -> HeadFit:
+    """Logistic regression on the slots that were put to the test, drawn towards the trained `weight` [F] and `bias`.
+
+    The penalty on the squared distance, in units of each input's deviation, is the one of highest likelihood on
+    conversations that were left out.
     """
-    tested = counted(rounds) & (rounds.num_accepted[:, None] >= torch.arange(rounds.confidence_logits.shape[1]))
-    logits, happened = rounds.confidence_logits.double()[tested], passed(rounds)[tested].double()
-    low, high = -10.0, 10.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        if torch.sigmoid(logits + middle).sum() < happened.sum():
-            low = middle
-        else:
-            high = middle
-    return middle
+    logistic = _Logistic(rounds, weight, bias)
+    folds = rounds.conversation % _NUM_FOLDS
+    best: HeadFit | None = None
+    least = float("inf")
+    for penalty in _PENALTIES:
+        logits = torch.zeros_like(rounds.confidence_logits, dtype=torch.float64)
+        for fold in range(_NUM_FOLDS):
+            left_out = folds == fold
+            fitted = logistic.fit(~left_out, penalty)
+            logits[left_out] = rounds.confidence_inputs[left_out].double() @ fitted[:-1] + fitted[-1]
+        loss = logistic.loss(logits)
+        if loss < least:
+            whole = logistic.fit(torch.ones_like(folds, dtype=torch.bool), penalty)
+            best, least = HeadFit(whole[:-1], float(whole[-1]), penalty, logits), loss
+    assert best is not None
+    return best
+
+
+class _Logistic:
+    """P(a slot passes | it was tested) from the head's inputs, near a head that is given."""
+
+    def __init__(self, rounds: Rounds, weight: Tensor, bias: float) -> None:
+        slots = torch.arange(rounds.confidence_logits.shape[1])
+        self._tested = counted(rounds) & (rounds.num_accepted[:, None] >= slots)
+        self._happened = passed(rounds)[self._tested].double()
+        inputs = rounds.confidence_inputs[self._tested].double()
+        self._inputs = torch.cat((inputs, torch.ones(len(inputs), 1, dtype=torch.float64)), 1)
+        self._start = torch.cat((weight, torch.tensor([bias], dtype=torch.float64)))
+        self._round = self._tested.nonzero()[:, 0]
+        # The bias moves almost freely: a step of it costs a hundredth.
+        self._deviation = torch.cat((inputs.std(0), torch.tensor([0.1], dtype=torch.float64))).clamp(min=1e-6)
+
+    def loss(self, logits: Tensor) -> float:
+        """Mean cross-entropy of logits [N, G] on the tested slots."""
+        return float(binary_cross_entropy_with_logits(logits[self._tested], self._happened))
+
+    def fit(self, rounds: Tensor, penalty: float) -> Tensor:
+        """[F + 1] fp64, the bias last, on the rounds [N] bool."""
+        chosen = rounds[self._round]
+        inputs, happened = self._inputs[chosen] / self._deviation, self._happened[chosen]
+        base = self._inputs[chosen] @ self._start
+        change = torch.zeros_like(self._start, requires_grad=True)
+        optimizer = torch.optim.LBFGS([change], max_iter=100, line_search_fn="strong_wolfe")
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = binary_cross_entropy_with_logits(base + inputs @ change, happened) + penalty * change.square().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
+        return self._start + change.detach() / self._deviation
 
 
 def fit_sts(rounds: Rounds) -> Tensor:
@@ -118,13 +178,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    target, drafter = load_for_rollout(arguments)
-    _, rounds = roll_out(target, drafter, arguments)
-    shift = fit_bias_shift(rounds)
-    shifted = dataclasses.replace(rounds, confidence_logits=rounds.confidence_logits + shift)
-    temperatures = fit_sts(shifted)
     folder: Path = arguments.drafter
-    shift_confidence(folder, shift)
+    trained = confidence_weights(folder)
+    target, drafter = load_for_rollout(arguments)
+    _, rounds = roll_out(target, drafter, arguments, keep_inputs=True)
+    head = fit_head(rounds, *trained)
+    refitted = dataclasses.replace(rounds, confidence_logits=head.logits)
+    temperatures = fit_sts(refitted)
+    replace_confidence(folder, head.weight, head.bias)
     facts = provenance(
         target=arguments.target,
         prompts=[path.name for path in arguments.prompts],
@@ -137,10 +198,12 @@ def run(arguments: argparse.Namespace) -> None:
         folder / "calibration.json",
         {
             "sts_temperatures": [round(float(t), 4) for t in temperatures],
-            "bias_shift_in_the_weights": round(shift, 4),
+            "head_penalty": head.penalty,
             "ece_before": errors_by_position(rounds, ones),
-            "ece_after_the_shift": errors_by_position(shifted, ones),
-            "ece_after_on_the_same_rounds": errors_by_position(shifted, temperatures),
+            "ece_of_the_refitted_head_on_conversations_left_out": errors_by_position(refitted, ones),
+            "ece_with_temperatures_on_the_rounds_they_were_fitted_on": errors_by_position(refitted, temperatures),
+            "auroc_before": auroc_by_position(rounds, ones),
+            "auroc_of_the_refitted_head_on_conversations_left_out": auroc_by_position(refitted, ones),
             "provenance": facts,
         },
     )

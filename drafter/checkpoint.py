@@ -22,6 +22,7 @@ ARCHITECTURE = "Qwen3DSparkModel"
 _TOKEN_MAP = "d2t"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
+_CONFIDENCE_WEIGHT = "confidence_head.proj.weight"
 _CONFIDENCE_BIAS = "confidence_head.proj.bias"
 _BUFFERS = {_TOKEN_MAP, _HEAD, _EMBEDDING}
 
@@ -37,11 +38,20 @@ def save_checkpoint(model: DSpark, folder: Path, dtype: torch.dtype = torch.bflo
     (folder / "config.json").write_text(json.dumps(_public_config(model.config), indent=2) + "\n")
 
 
-def shift_confidence(folder: Path, shift: float) -> None:
-    """Add `shift` to the bias of the confidence head of a saved checkpoint: any loader of the format has it then."""
+def confidence_weights(folder: Path) -> tuple[Tensor, float]:
+    """The confidence head of a saved checkpoint: weight [D + r] fp64 and bias. ValueError where it has none."""
     tensors = load_file(folder / "model.safetensors")
-    bias = tensors[_CONFIDENCE_BIAS]
-    tensors[_CONFIDENCE_BIAS] = (bias.float() + shift).to(bias.dtype)
+    if _CONFIDENCE_WEIGHT not in tensors:
+        raise ValueError(f"{folder}: this drafter has no confidence head, so there is nothing to calibrate")
+    return tensors[_CONFIDENCE_WEIGHT][0].double(), float(tensors[_CONFIDENCE_BIAS])
+
+
+def replace_confidence(folder: Path, weight: Tensor, bias: float) -> None:
+    """Give a saved checkpoint another confidence head, weight [D + r]: any loader of the format has it then."""
+    tensors = load_file(folder / "model.safetensors")
+    old = tensors[_CONFIDENCE_WEIGHT]
+    tensors[_CONFIDENCE_WEIGHT] = weight[None].to(old.dtype)
+    tensors[_CONFIDENCE_BIAS] = torch.tensor([bias], dtype=old.dtype)
     _write(tensors, folder)
 
 

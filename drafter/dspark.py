@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from drafter.backbone import Backbone
 from drafter.config import DrafterConfig
+from drafter.frozen import FrozenBackbone
 from drafter.heads import ConfidenceHead, build_markov_head
 from drafter.interface import Draft, Sampler
 from drafter.packing import FrozenLinear, freeze_linears
@@ -50,6 +51,7 @@ class DSpark(nn.Module):
         self.register_buffer("lm_head", lm_head_weight, persistent=False)
         self.register_buffer("target_ids", target_ids, persistent=False)
         self.register_buffer("sts_temperatures", torch.ones(config.block_size), persistent=False)
+        self._frozen_backbone: FrozenBackbone | None = None
         self._frozen_head: FrozenLinear | None = None
 
     @property
@@ -67,12 +69,14 @@ class DSpark(nn.Module):
     def freeze(self) -> None:
         """Make it a drafter only: the weights take the form that multiplies fastest, and can't be trained or saved."""
         self.eval().requires_grad_(False)
+        self._frozen_backbone = FrozenBackbone(self.backbone)
+        del self.backbone  # its weights are packed now
         freeze_linears(self)
         self._frozen_head = FrozenLinear(self.lm_head)
 
     def project_context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Target features [..., K*D] at positions [...] -> context keys and values [L, ..., H, C]."""
-        return self.backbone.project_context(features, positions)
+        return (self._frozen_backbone or self.backbone).project_context(features, positions)
 
     def hidden(
         self, anchors: Tensor, positions: Tensor, context_keys: Tensor, context_values: Tensor, visible: Tensor
@@ -81,7 +85,8 @@ class DSpark(nn.Module):
         blocks = anchors[..., None].expand(*anchors.shape, self.block_size).clone()
         blocks[..., 1:] = self.config.mask_token_id
         embedded = self.embed_tokens[blocks]
-        out: Tensor = self.backbone(embedded, positions, context_keys, context_values, visible)
+        backbone = self._frozen_backbone or self.backbone
+        out: Tensor = backbone(embedded, positions, context_keys, context_values, visible)
         return out
 
     def base_logits(self, hidden: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """The small parts of a draft layer: RMSNorm, rotary positions, SwiGLU, and attention over context and block.
 
 Shape letters: B sequences, A blocks (anchors) per sequence, G block positions, T context rows, D hidden size,
-Q query heads, H key/value heads, C head size. Training packs many blocks of one sequence (A > 1); drafting is the same
-code with A = 1. Knows nothing of heads, vocabularies or where context rows are stored.
+Q query heads, H key/value heads, C head size. Knows nothing of heads, vocabularies or where context rows are stored.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self._scale = size**0.5
-        self._floor = torch.tensor((size * eps) ** 0.5)
+        self.floor = torch.tensor((size * eps) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        norm = norm.hypot(self._floor)
+        norm = norm.hypot(self.floor)
         out: Tensor = x / norm * (self.weight.float() * self._scale)
         return out.to(x.dtype)
 
@@ -105,14 +104,13 @@ class BlockAttention(nn.Module):
         query = query.reshape(num_sequences, heads, num_blocks, group * block, size)
         key, value = (y.permute(0, 3, 1, 2, 4) for y in self.keys_values(x, rotary))  # [B, H, A, G, C] each
         context_key, context_value = (y.transpose(1, 2) for y in context)  # [B, H, T, C] each
-        attend = _attend_one_block if num_blocks == 1 else _attend_blocks
-        mixed = attend(query, key, value, context_key, context_value, hidden_rows)
+        mixed = _attend(query, key, value, context_key, context_value, hidden_rows)
         mixed = mixed.view(num_sequences, heads, num_blocks, group, block, size).permute(0, 2, 4, 1, 3, 5)
         out: Tensor = self.o_proj(mixed.reshape(num_sequences, num_blocks, block, -1))
         return out
 
 
-def _attend_blocks(
+def _attend(
     query: Tensor, key: Tensor, value: Tensor, context_key: Tensor, context_value: Tensor, hidden_rows: Tensor
 ) -> Tensor:
     """Many blocks of one context: query [B, H, A, Q, C], key and value [B, H, A, G, C], context [B, H, T, C]."""
@@ -125,16 +123,6 @@ def _attend_blocks(
     num_context = context_key.shape[-2]
     from_context = weights[..., :num_context].reshape(num_sequences, heads, -1, num_context) @ context_value
     return from_context.view(query.shape) + weights[..., num_context:] @ value
-
-
-def _attend_one_block(
-    query: Tensor, key: Tensor, value: Tensor, context_key: Tensor, context_value: Tensor, hidden_rows: Tensor
-) -> Tensor:
-    """The same for A = 1, where drafting is: context and block fit into one fused call."""
-    keys = torch.cat((context_key, key[:, :, 0]), dim=2)
-    values = torch.cat((context_value, value[:, :, 0]), dim=2)
-    hidden = nn.functional.pad(hidden_rows[:, :, 0], (0, key.shape[3]), value=False)
-    return F.scaled_dot_product_attention(query[:, :, 0], keys, values, ~hidden)[:, :, None]
 
 
 class DraftLayer(nn.Module):

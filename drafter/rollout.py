@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from drafter.checkpoint import load_checkpoint
 from drafter.data import prompt_stream, read_prompts, read_responses
 from drafter.dspark import DSpark
-from drafter.speculative import Purpose, SamplingRows, probabilities, round_seeds, sample, verify
+from drafter.speculative import SamplingRows, draft_sampler, round_seeds, verify
 from drafter.target import RowCache, Target, render_chat
 
 
@@ -49,6 +49,8 @@ class Rounds:
     """[N] int64: tokens committed, the recovered or bonus token included; an accepted end token is the last one."""
     num_slots: Tensor
     """[N] int64: slots whose outcome counts, those up to an accepted end token."""
+    confidence_inputs: Tensor
+    """[N, G, D + r]: what the confidence head computed the logits from; [N, G, 0] unless it was asked for."""
 
 
 @dataclass(slots=True)
@@ -68,14 +70,23 @@ class _Lane:
 class Rollout:
     """Decodes conversations at one temperature with every draft verified."""
 
-    def __init__(self, target: Target, drafter: DSpark, temperature: float, max_new_tokens: int) -> None:
+    def __init__(
+        self, target: Target, drafter: DSpark, temperature: float, max_new_tokens: int, keep_inputs: bool = False
+    ) -> None:
+        """keep_inputs: record what the confidence head sees, too."""
         self._target = target
         self._drafter = drafter
         self._temperature = temperature
         self._max_new_tokens = max_new_tokens
         self._seed = secrets.randbits(62)
         self._step = 0
-        self._record: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
+        self._record: list[tuple[Tensor, ...]] = []
+        self._inputs = torch.empty(0)
+        if keep_inputs and drafter.confidence_head is not None:
+            drafter.confidence_head.register_forward_pre_hook(self._see_inputs)
+
+    def _see_inputs(self, _head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self._inputs = torch.cat(inputs, dim=-1)
 
     @torch.inference_mode()
     def run(self, conversations: Sequence[Conversation], batch_size: int) -> Rounds:
@@ -157,13 +168,7 @@ class Rollout:
         slots = torch.tensor(lane.running)
         anchors = torch.tensor([lane.tokens[row][-1] for row in lane.running])
         at = torch.tensor([len(lane.tokens[row]) - 1 for row in lane.running])
-        draft_rows = self._rows(at + 1, slots)
-
-        def sampler(slot: int, logits: Tensor) -> tuple[Tensor, Tensor]:
-            rows = draft_rows.at(at + 1 + slot)
-            distribution = probabilities(logits, rows)
-            return sample(distribution, rows, Purpose.DRAFT, drafter.target_ids), distribution
-
+        sampler = draft_sampler(self._rows(at + 1, slots), block, drafter.target_ids)
         reach = int(at.max())
         draft = drafter.propose(
             anchors,
@@ -203,7 +208,9 @@ class Rollout:
             num_slots.append(end + 1 if end < accepted else self._drafter.block_size)
         logits = torch.logit(confidences.double().clamp(1e-9, 1 - 1e-9)).float() * self._drafter.sts_temperatures
         conversation = torch.tensor([indices[row] for row in lane.running])
-        self._record.append((conversation, logits, num_accepted, torch.tensor(num_tokens), torch.tensor(num_slots)))
+        inputs = self._inputs if self._inputs.numel() else logits.new_empty(*logits.shape, 0)
+        tokens, slots = torch.tensor(num_tokens), torch.tensor(num_slots)
+        self._record.append((conversation, logits, num_accepted, tokens, slots, inputs))
 
 
 def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
@@ -229,10 +236,12 @@ def load_for_rollout(arguments: argparse.Namespace) -> tuple[Target, DSpark]:
     return target, drafter
 
 
-def roll_out(target: Target, drafter: DSpark, arguments: argparse.Namespace) -> tuple[list[Conversation], Rounds]:
+def roll_out(
+    target: Target, drafter: DSpark, arguments: argparse.Namespace, keep_inputs: bool = False
+) -> tuple[list[Conversation], Rounds]:
     """Decode the prompts that the arguments name."""
     conversations = _conversations(target, arguments)
-    rollout = Rollout(target, drafter, arguments.temperature, arguments.max_new_tokens)
+    rollout = Rollout(target, drafter, arguments.temperature, arguments.max_new_tokens, keep_inputs)
     return conversations, rollout.run(conversations, arguments.batch_size)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from drafter.interface import Draft
+from drafter.interface import Draft, Sampler
 from drafter.randomness import Purpose as Purpose
 from drafter.randomness import exponentials, uniform
 from drafter.randomness import round_seeds as round_seeds
@@ -145,15 +145,36 @@ def sample(probabilities: Tensor, rows: SamplingRows, purpose: Purpose, token_id
     the noise keyed by (seed, position, target id) whatever the purpose; `token_ids` [V] int64 holds the target ids of a
     reduced draft vocabulary (none: the indices are target ids).
     """
+    fractions = uniform(rows.seeds, rows.positions, purpose) if rows.mix.rejection else None
+    return _draw(probabilities, rows, fractions, token_ids)
+
+
+def draft_sampler(first: SamplingRows, num_slots: int, target_ids: Tensor | None = None) -> Sampler:
+    """How a drafter draws slot k < num_slots behind each row of `first`: as the target's own position would be drawn.
+
+    `first` [R] predict slot 0; target_ids [V] int64 as in `Drafter.target_ids`.
+    """
+    positions = first.positions[:, None] + torch.arange(num_slots, device=first.positions.device)
+    fractions = uniform(first.seeds[:, None], positions, Purpose.DRAFT) if first.mix.rejection else None
+
+    def draw(slot: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+        rows = first.at(positions[:, slot])
+        distribution = probabilities(logits, rows)
+        return _draw(distribution, rows, None if fractions is None else fractions[:, slot], target_ids), distribution
+
+    return draw
+
+
+def _draw(probabilities: Tensor, rows: SamplingRows, fractions: Tensor | None, token_ids: Tensor | None) -> Tensor:
+    """`sample`, with the uniform numbers [N] of the rejection rows given (None where there are none)."""
     if rows.mix.only_greedy:
         return probabilities.argmax(dim=-1)
-    if not rows.mix.coupled:
-        return _invert(probabilities, uniform(rows.seeds, rows.positions, purpose))
-    if not rows.mix.rejection:
+    if fractions is None:
         return _race(probabilities, rows, token_ids)
-    result = _invert(probabilities, uniform(rows.seeds, rows.positions, purpose))
-    index = rows.coupled.nonzero()[:, 0]
-    result[index] = _race(probabilities[index], rows.select(index), token_ids)
+    result = _invert(probabilities, fractions)
+    if rows.mix.coupled:
+        index = rows.coupled.nonzero()[:, 0]
+        result[index] = _race(probabilities[index], rows.select(index), token_ids)
     return result
 
 

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from drafter.checkpoint import save_checkpoint
+from drafter.checkpoint import load_checkpoint, save_checkpoint
 from drafter.config import DrafterConfig, TrainConfig, default_target_layer_ids
 from drafter.data import Response, draft_vocabulary, epoch_batches, provenance, read_responses, write_json
 from drafter.dspark import DSpark
@@ -46,6 +46,27 @@ def initial_drafter(target: Target, config: DrafterConfig, target_ids: Tensor) -
         for name, source in sources.items():
             if source in available:
                 parameters[name].data.copy_(tensors.get_tensor(source))
+    return model
+
+
+def adapted_drafter(target: Target, folder: Path, target_ids: Tensor | None) -> DSpark:
+    """The drafter in `folder`, to train on. `target_ids` is another draft vocabulary for it; None keeps its own.
+
+    A token that both vocabularies have keeps its row of the sequential head; a new one starts without a bias.
+    """
+    embedding, head = target.embed_weight_VD.detach(), target.lm_head_weight_VD.detach()
+    old = load_checkpoint(folder, embedding, head, dtype=torch.float32)
+    if target_ids is None:
+        target_ids = old.target_ids
+    config = dataclasses.replace(old.config, draft_vocab_size=len(target_ids))
+    model = DSpark(config, embedding.clone(), head[target_ids].clone(), target_ids)
+    state = old.state_dict()
+    if model.markov_head is not None:
+        bias_rows = torch.zeros_like(model.markov_head.markov_w2.weight)
+        kept = torch.isin(old.target_ids, target_ids)
+        bias_rows[torch.isin(target_ids, old.target_ids)] = state["markov_head.markov_w2.weight"][kept]
+        state["markov_head.markov_w2.weight"] = bias_rows
+    model.load_state_dict(state)
     return model
 
 
@@ -132,12 +153,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, help="folder, hub id, or pypi:<package>==<version>")
     parser.add_argument("--responses", required=True, type=Path, help="file written by `synthesize`")
     parser.add_argument("--output", required=True, type=Path, help="folder of the run; a run found there goes on")
-    parser.add_argument("--preset", choices=["dspark", "dflash", "rnn", "gated"], default="dspark")
-    parser.add_argument("--layers", type=int, default=2, help="draft layers (default: 2)")
-    parser.add_argument("--block-size", type=int, default=7, help="drafted tokens per block (default: 7)")
-    parser.add_argument("--markov-rank", type=int, default=256, help="rank of the sequential head (default: 256)")
-    parser.add_argument("--draft-vocabulary", type=int, help="most frequent response tokens to draft (default: all)")
-    parser.add_argument("--mask-token-id", type=int, default=0, help="reserved row of the embedding (default: 0)")
+    parser.add_argument("--init", type=Path, help="checkpoint folder to start from; its shape is kept")
+    parser.add_argument("--preset", choices=["dspark", "dflash", "rnn", "gated"], help="default: dspark")
+    parser.add_argument("--layers", type=int, help="draft layers (default: 2)")
+    parser.add_argument("--block-size", type=int, help="drafted tokens per block (default: 7)")
+    parser.add_argument("--markov-rank", type=int, help="rank of the sequential head (default: 256)")
+    parser.add_argument("--mask-token-id", type=int, help="reserved row of the embedding (default: 0)")
+    parser.add_argument(
+        "--draft-vocabulary", type=int, help="most frequent response tokens to draft (default: all, or --init's)"
+    )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--feature-memory-gib", type=float, default=6.0, help="features kept (default: 6)")
     parser.add_argument("--checkpoint-minutes", type=float, default=5.0, help="between saves (default: 5)")
@@ -147,7 +171,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=type(default), default=default, help=f"default: {default}")
 
 
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for arguments that contradict each other."""
+    for name in ("preset", "layers", "block_size", "markov_rank", "mask_token_id"):
+        if arguments.init is not None and getattr(arguments, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} can't change the drafter that --init names: leave it out")
+
+
 def run(arguments: argparse.Namespace) -> None:
+    check_arguments(arguments)
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     config = TrainConfig(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(TrainConfig)})
@@ -155,7 +187,7 @@ def run(arguments: argparse.Namespace) -> None:
     target = Target.load(arguments.target)
     arguments.output.mkdir(parents=True, exist_ok=True)
     target_ids = _vocabulary(arguments, responses, target)
-    model = initial_drafter(target, drafter_config(arguments, target, len(target_ids)), target_ids)
+    model = _first_drafter(arguments, target, target_ids)
     memory = FeatureMemory(target, model.target_layer_ids, int(arguments.feature_memory_gib * 2**30))
     trainer = Trainer(model, memory, responses, config)
     state = arguments.output / "state.pt"
@@ -174,15 +206,24 @@ def run(arguments: argparse.Namespace) -> None:
     write_json(arguments.output / "checkpoint" / "provenance.json", facts)
 
 
+def _first_drafter(arguments: argparse.Namespace, target: Target, target_ids: Tensor | None) -> DSpark:
+    if arguments.init is not None:
+        return adapted_drafter(target, arguments.init, target_ids)
+    if target_ids is None:
+        target_ids = torch.arange(target.config.vocab_size)
+    return initial_drafter(target, drafter_config(arguments, target, len(target_ids)), target_ids)
+
+
 def drafter_config(arguments: argparse.Namespace, target: Target, draft_vocab_size: int) -> DrafterConfig:
     """The preset's shape at the target's widths: dflash has no heads, gated and rnn differ in the sequential head."""
     source = target.config
     head_dim = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
     dflash = arguments.preset == "dflash"
+    markov_rank = 256 if arguments.markov_rank is None else arguments.markov_rank
     return DrafterConfig(
         hidden_size=source.hidden_size,
         intermediate_size=source.intermediate_size,
-        num_hidden_layers=arguments.layers,
+        num_hidden_layers=2 if arguments.layers is None else arguments.layers,
         num_attention_heads=source.num_attention_heads,
         num_key_value_heads=source.num_key_value_heads,
         head_dim=head_dim,
@@ -190,9 +231,9 @@ def drafter_config(arguments: argparse.Namespace, target: Target, draft_vocab_si
         draft_vocab_size=draft_vocab_size,
         num_target_layers=source.num_hidden_layers,
         target_layer_ids=default_target_layer_ids(source.num_hidden_layers),
-        block_size=arguments.block_size,
-        mask_token_id=arguments.mask_token_id,
-        markov_rank=0 if dflash else arguments.markov_rank,
+        block_size=7 if arguments.block_size is None else arguments.block_size,
+        mask_token_id=arguments.mask_token_id or 0,
+        markov_rank=0 if dflash else markov_rank,
         markov_head_type=arguments.preset if arguments.preset in ("gated", "rnn") else "vanilla",
         enable_confidence_head=not dflash,
         rms_norm_eps=source.rms_norm_eps,
@@ -206,10 +247,10 @@ def _trainable(response: Response, max_length: int) -> bool:
     return has_anchor and len(response.token_ids) <= max_length
 
 
-def _vocabulary(arguments: argparse.Namespace, responses: list[Response], target: Target) -> Tensor:
-    """Fixed by the first start of a run, since the responses of a later start may count differently."""
+def _vocabulary(arguments: argparse.Namespace, responses: list[Response], target: Target) -> Tensor | None:
+    """None: not asked for. Fixed by the first start of a run: the responses of a later start may count differently."""
     if arguments.draft_vocabulary is None:
-        return torch.arange(target.config.vocab_size)
+        return None
     path = arguments.output / "draft_vocabulary.pt"
     if not path.exists():
         ids, coverage = draft_vocabulary(responses, arguments.draft_vocabulary, target.end_token_ids)

@@ -34,8 +34,10 @@ def main() -> int:
     path = parser.parse_args().config
     try:
         config = yaml.safe_load(path.read_text())
-        model = parse_config(config["applications"][0]["args"]).model_loading_config
-        resolve_source(model.model_source)
+        application = parse_config(config["applications"][0]["args"])
+        for source in (application.model_loading_config.model_source, application.engine_kwargs.drafter_source):
+            if source is not None:
+                resolve_source(source)
     except (OSError, ValueError, yaml.YAMLError) as error:
         print(f"{path}: {error}", file=sys.stderr)
         return 2
@@ -53,7 +55,7 @@ def main() -> int:
     try:
         ready = wait_until_ready(server, f"http://{host}:{port}")
         if ready:
-            print(welcome(f"http://{host}:{port}", model.model_id), flush=True)
+            print(welcome(f"http://{host}:{port}", application.model_loading_config.model_id), flush=True)
         return server.wait() or int(not ready)
     except KeyboardInterrupt:  # Ctrl-C reached `serve run` too: it shuts the application down by itself
         return server.wait()

@@ -110,12 +110,6 @@ def test_the_search_looks_behind_a_step_that_is_not_worth_it() -> None:
     assert lengths == [1]  # the early stop can't see it
 
 
-def test_requests_without_confidences_are_drafted_in_full() -> None:
-    curve = curve_of([20.0 + 0.1 * n for n in range(64)])
-    poor = report_of([(0.01, 0.001)] * 2)
-    assert allocate(poor, curve, arrivals=[7, 7]).cap >= 14 > allocate(poor, curve).cap
-
-
 def test_load_lowers_the_budget_per_request() -> None:
     """Figure 8's shape: full blocks when alone, less and less towards saturation."""
     curve = curve_of([28.0 + 0.2 * min(n, 8) + 1.5 * max(n - 8, 0) for n in range(600)], draft_ms=4.0)

@@ -85,6 +85,21 @@ def test_a_slot_never_drafted_keeps_its_chance(tiny: tuple[Path, Any]) -> None:
     assert sequence.confidences == pytest.approx([0.7] * 4)
 
 
+def test_a_newcomer_is_expected_to_accept_what_others_do(tiny: tuple[Path, Any]) -> None:
+    """Were it taken for sure to pass, a stream of short requests would be drafted for whatever it costs."""
+    dear = curve(10.0, base=0.1)  # a second token costs a second step: survivals of .7 never repay it
+    engine = scheduled(tiny[0], random_drafter(VOCAB), dear)
+    for number in range(40):
+        engine.add(request([1, 2, 3 + number], max_tokens=6))
+        while engine.has_work:
+            result = engine.step()
+    engine.add(request([5, 6], max_tokens=6))
+    engine.step()
+    [newcomer] = engine._batcher.running
+    assert newcomer.confidences[0] == pytest.approx(0.7, abs=0.01)
+    assert sum(r.num_verified for r in result.rounds) == 0
+
+
 def test_scheduling_without_a_curve_is_refused(tiny: tuple[Path, Any]) -> None:
     with pytest.raises(CostCurveError):
         make_engine(tiny[0], random_drafter(VOCAB), None, speculation="scheduled")

@@ -132,3 +132,14 @@ def test_one_outlier_moves_little_and_no_cell_runs_away() -> None:
     for _ in range(500):
         curve = curve.observed(8, 500, 30.0)
     assert curve.step_seconds(8, 500) <= 0.033 * 4.001
+
+
+def test_draft_times_are_learned_too() -> None:
+    curve = smollm2_curve()
+    for _ in range(200):
+        curve = curve.observed_draft(1, 0.012)
+    assert curve.draft_seconds(1) == pytest.approx(0.012, rel=0.02)
+    assert curve.draft_seconds(16) == pytest.approx(0.015), "a cell that no step saw keeps its measurement"
+    for _ in range(200):
+        curve = curve.observed_draft(1, 30.0)
+    assert curve.draft_seconds(1) <= curve.draft_seconds(16), "the curve never falls"

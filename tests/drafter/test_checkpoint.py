@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafter.checkpoint import load_checkpoint, save_checkpoint, shift_confidence
+from drafter.checkpoint import confidence_weights, load_checkpoint, replace_confidence, save_checkpoint
 from drafter.dspark import DSpark
 from tests.drafter.conftest import drafter_config, random_drafter
 
@@ -102,11 +102,15 @@ def test_sts_temperatures_scale_the_confidence(tmp_path: Path) -> None:
         load_checkpoint(tmp_path, *target_weights(model))
 
 
-def test_the_confidence_bias_is_shifted_in_the_weights(tmp_path: Path) -> None:
+def test_the_confidence_head_is_replaced_in_the_weights(tmp_path: Path) -> None:
     model = random_drafter(drafter_config())
     save_checkpoint(model, tmp_path, dtype=torch.float32)
-    shift_confidence(tmp_path, -0.5)
+    weight, bias = confidence_weights(tmp_path)
+    replace_confidence(tmp_path, weight * 2, bias - 0.5)
     loaded = load_checkpoint(tmp_path, *target_weights(model), dtype=torch.float32)
     assert loaded.confidence_head is not None and model.confidence_head is not None
     torch.testing.assert_close(loaded.confidence_head.proj.bias, model.confidence_head.proj.bias - 0.5)
-    assert torch.equal(loaded.confidence_head.proj.weight, model.confidence_head.proj.weight)
+    torch.testing.assert_close(loaded.confidence_head.proj.weight, model.confidence_head.proj.weight * 2)
+    others = {k: v for k, v in model.named_parameters() if not k.startswith("confidence_head")}
+    for name, value in loaded.named_parameters():
+        assert name.startswith("confidence_head") or torch.equal(value, others[name])

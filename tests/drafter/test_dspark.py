@@ -8,6 +8,7 @@ from torch import Tensor
 
 from drafter.config import DrafterConfig, default_target_layer_ids
 from drafter.dspark import DSpark
+from drafter.interface import Draft
 from tests.drafter.conftest import drafter_config, random_drafter
 
 LENGTH, ANCHOR = 23, 17
@@ -160,18 +161,18 @@ def test_a_frozen_drafter_drafts_the_same(dtype: torch.dtype) -> None:
         assert each.confidence_head is not None
         each.confidence_head.float()
     frozen.freeze()
-    taps = torch.randn(ANCHOR, 5 * 64, dtype=dtype)
-    arguments = torch.tensor([5]), torch.tensor([ANCHOR])
-    drafts = [
-        each.propose(
-            *arguments,
-            *(x[:, None] for x in each.project_context(taps, torch.arange(ANCHOR))),
-            torch.tensor([ANCHOR]),
-            lambda _slot, logits: (torch.zeros(1, dtype=torch.int64), logits.float()),
-            5,
-        )
-        for each in (model, frozen)
-    ]
+    lengths = torch.tensor([ANCHOR, 1, 3])  # padded rows lie behind the shorter contexts
+    taps = torch.randn(3 * ANCHOR, 5 * 64, dtype=dtype)
+    positions = torch.arange(ANCHOR).repeat(3)
+
+    def draft(each: DSpark, requests: int) -> Draft:
+        context = (x.unflatten(1, (3, ANCHOR))[:, :requests] for x in each.project_context(taps, positions))
+        chosen = lengths[:requests]
+        ids = torch.zeros(requests, dtype=torch.int64)
+        return each.propose(chosen + 5, chosen, *context, chosen, lambda _slot, logits: (ids, logits.float()), 5)
+
     tolerance = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.3, "rtol": 0.05}
-    torch.testing.assert_close(drafts[0].probabilities, drafts[1].probabilities, **tolerance)
-    torch.testing.assert_close(drafts[0].confidences, drafts[1].confidences, atol=0.05, rtol=0.05)
+    for requests in (1, 3):
+        plain, fast = draft(model, requests), draft(frozen, requests)
+        torch.testing.assert_close(plain.probabilities, fast.probabilities, **tolerance)
+        torch.testing.assert_close(plain.confidences, fast.confidences, atol=0.05, rtol=0.05)

@@ -6,12 +6,14 @@ import dataclasses
 
 import pytest
 import torch
+from torch import Tensor
 
 from drafter.calibration import (
     auroc,
+    auroc_by_position,
     errors_by_position,
     expected_calibration_error,
-    fit_bias_shift,
+    fit_head,
     fit_sts,
     survival,
 )
@@ -73,7 +75,8 @@ def synthetic_rounds(scale: float, size: int = 40_000) -> Rounds:
     happened = torch.rand(size, 5) < true_logits.sigmoid()
     accepted = happened.long().cumprod(dim=1).sum(dim=1)
     full = torch.full((size,), 5)
-    return Rounds(torch.zeros(size, dtype=torch.int64), true_logits * scale, accepted, accepted + 1, full)
+    inputs = torch.empty(size, 5, 0)
+    return Rounds(torch.zeros(size, dtype=torch.int64), true_logits * scale, accepted, accepted + 1, full, inputs)
 
 
 def test_sts_finds_the_temperature_and_removes_the_error() -> None:
@@ -87,12 +90,45 @@ def test_sts_finds_the_temperature_and_removes_the_error() -> None:
     torch.testing.assert_close(calibrated[:3], torch.ones(3), rtol=0.1, atol=0)
 
 
-def test_a_shifted_head_is_moved_back() -> None:
-    rounds = synthetic_rounds(scale=1.0)
-    biased = dataclasses.replace(rounds, confidence_logits=rounds.confidence_logits + 0.8)
-    assert fit_bias_shift(biased) == pytest.approx(-0.8, abs=0.05)
-    assert fit_bias_shift(rounds) == pytest.approx(0, abs=0.05)
-    assert min(errors_by_position(biased, fit_sts(biased))[:2]) > 0.02, "no temperature takes a shift back"
+def rounds_of_a_linear_truth(weight: Tensor, bias: float, size: int = 4000) -> Rounds:
+    """Rounds of 100 conversations whose slots pass with probability sigmoid(inputs . weight + bias)."""
+    torch.manual_seed(0)
+    inputs = torch.randn(size, 5, len(weight), dtype=torch.float64)
+    happened = torch.rand(size, 5) < (inputs @ weight + bias).sigmoid()
+    accepted = happened.long().cumprod(dim=1).sum(dim=1)
+    full = torch.full((size,), 5)
+    logits = torch.zeros(size, 5)
+    return Rounds(torch.arange(size) % 100, logits, accepted, accepted + 1, full, inputs)
+
+
+def test_the_head_is_refitted_to_what_happens() -> None:
+    truth = torch.tensor([1.0, -1.0, 0.5, 0.0, 0.0], dtype=torch.float64)
+    rounds = rounds_of_a_linear_truth(truth, bias=-0.5)
+    fit = fit_head(rounds, torch.zeros(5, dtype=torch.float64), 1.5)
+    torch.testing.assert_close(fit.weight, truth, rtol=0, atol=0.12)
+    assert fit.bias == pytest.approx(-0.5, abs=0.12)
+    refitted = dataclasses.replace(rounds, confidence_logits=fit.logits)
+    assert errors_by_position(refitted, torch.ones(5))[0] < 0.03
+    overconfident = dataclasses.replace(rounds, confidence_logits=fit.logits + 1.0)
+    assert min(errors_by_position(overconfident, fit_sts(overconfident))[:2]) > 0.03, (
+        "no temperature takes a shift back"
+    )
+
+
+def test_where_there_is_nothing_to_learn_the_trained_head_stays() -> None:
+    """Many useless inputs and few rounds: the likelihood of conversations left out asks for a strong pull."""
+    truth = torch.randn(200, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 0.1
+    rounds = rounds_of_a_linear_truth(truth, bias=0.0, size=400)
+    fit = fit_head(rounds, truth, 0.0)
+    assert (fit.weight - truth).norm() < 0.25 * truth.norm()
+    assert fit.penalty >= 1e-2
+
+
+def test_logits_are_those_of_heads_that_did_not_see_the_conversation() -> None:
+    """Outcomes that no input explains: a head judged on what it was fitted on would seem to explain them."""
+    rounds = rounds_of_a_linear_truth(torch.zeros(200, dtype=torch.float64), bias=0.0, size=400)
+    fit = fit_head(rounds, torch.zeros(200, dtype=torch.float64), 0.0)
+    assert auroc_by_position(dataclasses.replace(rounds, confidence_logits=fit.logits), torch.ones(5))[0] < 0.6
 
 
 def test_sts_keeps_the_order_of_each_position() -> None:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from drafter.checkpoint import save_checkpoint
 from drafter.config import TrainConfig
 from drafter.data import Response
+from drafter.dspark import DSpark
 from drafter.supervision import FeatureMemory, batch_loss, choose_anchors
 from drafter.target import Target
-from drafter.train import Trainer, initial_drafter, learning_rate_factor
-from tests.drafter.conftest import VOCABULARY, drafter_config
+from drafter.train import (
+    Trainer,
+    adapted_drafter,
+    add_arguments,
+    check_arguments,
+    initial_drafter,
+    learning_rate_factor,
+)
+from tests.drafter.conftest import VOCABULARY, drafter_config, random_drafter
 
 
 def trainer_for(target: Target, responses: list[Response], **changes: object) -> Trainer:
@@ -45,6 +56,43 @@ def test_a_killed_run_goes_on_where_it_was(tiny_target: Target, tiny_responses: 
     assert (second.slots, second.step) == (whole.slots, whole.step)
     for expected, resumed in zip(whole.model.parameters(), second.model.parameters(), strict=True):
         torch.testing.assert_close(expected, resumed)
+
+
+def bias(model: DSpark, previous: Tensor) -> Tensor:
+    assert model.markov_head is not None
+    return model.markov_head.bias(model.previous_embedding(previous), torch.empty(0), torch.empty(0))[0]
+
+
+def test_an_adapted_drafter_starts_as_the_one_it_comes_from(tiny_target: Target, tmp_path: Path) -> None:
+    old = random_drafter(drafter_config(draft_vocab_size=40))
+    save_checkpoint(old, tmp_path, torch.float32)
+    same = adapted_drafter(tiny_target, tmp_path, None)
+    torch.testing.assert_close(dict(same.named_parameters()), dict(old.named_parameters()))
+    assert torch.equal(same.target_ids, old.target_ids)
+    assert all(parameter.requires_grad for parameter in same.parameters())
+
+    dropped, kept = old.target_ids[::4], old.target_ids[old.target_ids % 7 != 0]
+    other = adapted_drafter(tiny_target, tmp_path, kept)
+    assert set(dropped.tolist()) - set(kept.tolist()), "the test drops some"
+    previous = torch.randint(VOCABULARY, (5,))
+    biases = [
+        m.markov_head.bias(m.previous_embedding(previous), torch.empty(0), torch.empty(0))[0] for m in (old, other)
+    ]
+    torch.testing.assert_close(biases[1], biases[0][:, torch.isin(old.target_ids, kept)])
+
+    new_ids = torch.arange(VOCABULARY)
+    wider = adapted_drafter(tiny_target, tmp_path, new_ids)
+    unknown = ~torch.isin(new_ids, old.target_ids)
+    assert (bias(wider, previous)[:, unknown] == 0).all()
+    assert (bias(wider, previous)[:, ~unknown] != 0).all()
+
+
+def test_init_and_a_shape_contradict_each_other(tmp_path: Path) -> None:
+    command = ["train", "--target", "t", "--responses", "r", "--output", str(tmp_path), "--init", "d", "--layers", "3"]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(ValueError, match="--layers can't change"):
+        check_arguments(parser.parse_args(command[1:]))
 
 
 def test_anchors_stay_inside_one_response() -> None:
