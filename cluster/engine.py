@@ -60,10 +60,7 @@ REPORT_AGE_STEPS = 2
 
 
 class Engine:
-    """Continuous batching with speculation, on the leader of a replica's ranks (or its only one).
-
-    `add` and `abort` are safe from any thread; `step` from one.
-    """
+    """Continuous batching with speculation on a replica's leader. `add`, `abort`: from any thread; `step`: from one."""
 
     def __init__(
         self,

@@ -73,10 +73,12 @@ def _provenance(config: EngineConfig, shard: Shard) -> Provenance:
         own = version("dspark-serve")
     except PackageNotFoundError:  # run from a source tree
         own = "source"
+    mesh = shard.mesh
+    split = f", split {mesh.dp_size} x {mesh.tp_size}" if mesh.size > 1 else ""
     return Provenance(
         model=f"{config.model_source} with drafter {config.drafter_source}",
         dtype=config.dtype,
-        device=f"{shard.decoder.device} {torch.backends.cpu.get_cpu_capability()} x {os.cpu_count()}",
+        device=f"{shard.decoder.device} {torch.backends.cpu.get_cpu_capability()} x {os.cpu_count()}{split}",
         num_threads=config.num_threads,
         versions=f"torch {torch.__version__}, dspark-serve {own}",
         date=datetime.date.today().isoformat(),

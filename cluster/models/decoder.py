@@ -93,10 +93,8 @@ class Attention:
     """Projections, optional query/key norm, rotary embedding and ragged attention of one layer."""
 
     def __init__(self, read: ReadWeight, name: str, config: DecoderConfig, mesh: Mesh) -> None:
-        heads, kv_part = (
-            mesh.divide(config.num_attention_heads, "attention heads"),
-            mesh.kv_part(config.num_key_value_heads),
-        )
+        heads = mesh.divide(config.num_attention_heads, "attention heads")
+        kv_part = mesh.kv_part(config.num_key_value_heads)
         kv_heads = config.num_key_value_heads // kv_part.count
         order = group_first_order(heads, kv_heads, config.head_dim)
         self._heads, self._rotated, self._head_dim = heads, heads + kv_heads, config.head_dim

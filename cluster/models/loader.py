@@ -174,11 +174,8 @@ def _moe(raw: dict[str, Any], family: str) -> MoEConfig | None:
 
 def _dense_layer_ids(raw: dict[str, Any]) -> tuple[int, ...]:
     """Layers without experts in a model that has some: DeepSeek's first ones, or as Qwen3-MoE's settings say."""
-    first, every, plain = (
-        raw.get("first_k_dense_replace", 0),
-        raw.get("decoder_sparse_step", 1),
-        raw.get("mlp_only_layers") or (),
-    )
+    first, every = raw.get("first_k_dense_replace", 0), raw.get("decoder_sparse_step", 1)
+    plain = raw.get("mlp_only_layers") or ()
     return tuple(i for i in range(raw["num_hidden_layers"]) if i < first or i in plain or (i + 1) % every)
 
 

@@ -63,7 +63,8 @@ def run_rank(rank: int, parallel: ParallelConfig, address: str, options: argpars
     before = resident_bytes()
     decoder = load_decoder(folder, getattr(torch, options.dtype), mesh.device, mesh)
     gained = resident_bytes() - before
-    config = EngineConfig(model_source=options.model, dtype=options.dtype, num_kv_blocks=256)
+    length = min(4096, decoder.config.max_position_embeddings)
+    config = EngineConfig(model_source=options.model, dtype=options.dtype, num_kv_blocks=256, max_model_len=length)
     shard = Shard(decoder, None, config, mesh)
     # Leaders learn from each other, and from themselves for their ranks, which hold as much.
     megabytes = max(mesh.agree(gained)) / 2**20 if mesh.leads else 0.0

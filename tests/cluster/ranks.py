@@ -29,7 +29,9 @@ class Ranks:
     """A pool of processes; a job takes as many of them as its mesh has ranks."""
 
     def __init__(self, size: int) -> None:
-        context = mp.get_context("spawn")
+        # From a server that has imported torch once, not once per rank.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "cluster.shard"])
         pipes = [context.Pipe() for _ in range(size)]
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [context.Process(target=_serve, args=(theirs,), daemon=True) for _, theirs in pipes]

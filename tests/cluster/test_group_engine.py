@@ -21,8 +21,8 @@ from drafter.checkpoint import save_checkpoint
 
 pytestmark = pytest.mark.dist
 
-MAX_TOKENS = 20
-NUM_STEPS = 60
+MAX_TOKENS = 14
+NUM_STEPS = 40
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +78,14 @@ def serve(
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2)])
 def test_greedy_text_with_speculation_is_hugging_faces(ranks: Ranks, tiny, dp: int, tp: int) -> None:
     leaders = serve(ranks, tiny, dp, tp, [0, 12][:dp], num_kv_blocks=40)
-    assert sum(served.num_accepted for served in leaders) > 20, "the knowing drafter must be of use"
+    assert sum(served.num_accepted for served in leaders) > 10, "the knowing drafter must be of use"
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2)])
 def test_experts_over_all_ranks_while_a_replica_idles_before_and_after(ranks: Ranks, mixtral, dp: int, tp: int) -> None:
     """Replica 1 begins late, when replica 0 has decoded for a while, and both idle at the end."""
     leaders = serve(ranks, mixtral, dp, tp, [0, 12])
-    assert sum(served.num_accepted for served in leaders) > 20
+    assert sum(served.num_accepted for served in leaders) > 10
     assert leaders[1].num_idle_steps > 12
     assert leaders[0].num_idle_steps > 0
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.config import EngineConfig
 from cluster.engine import Engine
@@ -25,6 +24,8 @@ TAPS = (0, 2)
 
 def tiny_llama(folder: Path, vocab_size: int) -> tuple[Path, Any]:
     """A random model in fp32, saved where the engine loads it; its logits are spread enough to be no tie."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # here: processes that only run engines do without it
+
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
