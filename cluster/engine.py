@@ -88,7 +88,7 @@ class Engine:
         self._num_steps = 0
         self._num_steps_undrafted = 0
         self._last_lease = UNLIMITED
-        self._floors: dict[str, int] = {}
+        self._needs: dict[str, float] = {}
 
     # --- requests ---
 
@@ -217,8 +217,9 @@ class Engine:
         limits = [len(chunk.proposed) for chunk in chunks]
         if sum(limits) > plan.max_drafts or lease.price > 0:
             survivals = [survival(chunk.sequence.confidences) for chunk in chunks]
-            floors = [self._floors.get(chunk.sequence.request_id, 0) for chunk in chunks]
-            limits = budget.admit(survivals, limits, replace(lease, cap=plan.max_drafts), floors)
+            needs = [self._needs.get(chunk.sequence.request_id, 0.0) for chunk in chunks]
+            weights = [self._tiers[chunk.sequence.request.tier].weight for chunk in chunks] if any(needs) else 1.0
+            limits = budget.admit(survivals, limits, replace(lease, cap=plan.max_drafts), needs, weights)
         for chunk, length in zip(chunks, limits, strict=True):
             chunk.num_admitted = length
 
@@ -307,10 +308,10 @@ class Engine:
             request_ids=[s.request_id for s in new],
         )
         if budget.everything_admitted(report, self._curve, self._tiers):
-            self._last_lease, self._floors = UNLIMITED, {}
+            self._last_lease, self._needs = UNLIMITED, {}
             return UNLIMITED, "bypass"
         [[lease]] = fleet.allocate([fleet.Group([report], self._curve, [self._last_lease])], self._tiers)
-        self._last_lease, self._floors = lease, sla.floor_lengths(report, lease.floors)
+        self._last_lease, self._needs = lease, sla.needs_by_request(report, lease.floors)
         if lease.cap == 0 and self._num_steps_undrafted >= PROBE_EVERY_STEPS:
             return BudgetLease(cap=max(self.max_drafts, self.num_running)), "local"
         return lease, "local"
