@@ -44,7 +44,7 @@ class Fleet:
     tier_shares: tuple[float, ...] = (1.0,)
     output_tokens: tuple[int, int] = (64, 512)
     """Each request asks for a uniform number in between."""
-    num_rounds: int = 300
+    num_rounds: int = 200
     seed: int = 0
 
 
