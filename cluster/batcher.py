@@ -32,6 +32,8 @@ class Sequence:
     num_published_blocks: int = 0
     confidences: list[float] = field(default_factory=list)
     """The last known confidence of each slot of a block; 1 for one never drafted, so that it gets its first chance."""
+    began_seconds: float = 0.0
+    """When its first token came, on the engine's clock."""
     num_rounds: int = 0
     num_drafted: int = 0
     num_verified: int = 0

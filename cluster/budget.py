@@ -8,8 +8,10 @@ along a request, so whether slot j is admitted can't depend on the token it hold
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,6 +27,11 @@ LEVELS, PACE = 255, 64
 Paces come in 1/64: 255 is almost four times the promised speed."""
 MIN_GAIN = 0.02
 """A new budget must promise this much more than the last one: the curve isn't known better than that."""
+
+
+def survival(confidences: Sequence[float]) -> list[float]:
+    """Confidences of consecutive slots -> probability that the prefix through each passes (their running product)."""
+    return list(accumulate(confidences, operator.mul))
 
 
 def encode_survival(rows: Sequence[Sequence[float]], num_slots: int) -> bytes:

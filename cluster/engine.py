@@ -10,8 +10,6 @@ drafted token can influence how many drafts are verified: that keeps the output'
 
 from __future__ import annotations
 
-import itertools
-import operator
 import secrets
 import threading
 import time
@@ -216,7 +214,7 @@ class Engine:
         chunks = plan.drafted
         limits = [len(chunk.proposed) for chunk in chunks]
         if sum(limits) > plan.max_drafts or lease.price > 0:
-            survivals = [survival(chunk.sequence.confidences) for chunk in chunks]
+            survivals = [budget.survival(chunk.sequence.confidences) for chunk in chunks]
             needs = [self._needs.get(chunk.sequence.request_id, 0.0) for chunk in chunks]
             weights = [self._tiers[chunk.sequence.request.tier].weight for chunk in chunks] if any(needs) else 1.0
             limits = budget.admit(survivals, limits, replace(lease, cap=plan.max_drafts), needs, weights)
@@ -260,6 +258,8 @@ class Engine:
             outcome = outcomes.get(sequence.request_id)
             if outcome and sequence.num_output:  # the prompt's own token is no round
                 rounds.append(self._count(chunk, outcome))
+            elif outcome:
+                sequence.began_seconds = self._clock()
             self._batcher.commit(chunk, outcome.token_ids if outcome else [])
             if outcome and outcome.finish_reason:
                 events.append(self._finish(sequence, outcome.finish_reason, outcome))
@@ -318,11 +318,12 @@ class Engine:
 
     def _report(self, plan: Plan, drafted: bool) -> LoadReport:
         running = self._batcher.running
-        survivals = [survival(s.confidences[: self._batcher.draft_limit(s)]) for s in running]
+        survivals = [budget.survival(s.confidences[: self._batcher.draft_limit(s)]) for s in running]
         return LoadReport(
             step=self._num_steps,
             survival=budget.encode_survival(survivals, self.max_drafts),
             tiers=bytes(s.request.tier for s in running),
+            paces=self._paces(running) if self._tiers else b"",
             request_ids=tuple(s.request_id for s in running),
             max_draft_tokens=self._config.max_num_batched_tokens,
             num_prefill_tokens=plan.num_prefill_tokens,
@@ -330,6 +331,11 @@ class Engine:
             num_waiting=self.num_waiting,
             drafted=drafted,
         )
+
+    def _paces(self, running: list[Sequence]) -> bytes:
+        speeds = [self._tiers[s.request.tier].min_tokens_per_second for s in running]
+        seconds = [self._clock() - s.began_seconds if s.num_output else 0.0 for s in running]
+        return sla.encode_paces(speeds, seconds, [max(s.num_output - 1, 0) for s in running])
 
     def _predict(self, plan: Plan) -> float | None:
         if self._curve is None or not plan.chunks:
@@ -364,11 +370,6 @@ class Engine:
         ):
             if token_ids and not 0 <= min(token_ids) <= max(token_ids) < size:
                 raise InvalidRequestError(name, f"token ids must lie in 0..{size - 1}")
-
-
-def survival(confidences: list[float]) -> list[float]:
-    """Confidences of consecutive slots -> probability that the prefix through each passes (their running product)."""
-    return list(itertools.accumulate(confidences, operator.mul))
 
 
 def _max_drafts(config: EngineConfig, block_size: int) -> int:

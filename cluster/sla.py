@@ -5,8 +5,8 @@ Its tokens up to there count `weight` times, those beyond once. S follows from h
 ones included: nobody iterates to that fixed point, since the search goes over S, and needs are a function of it.
 
 A speed is promised for a whole answer, so a request that is behind needs more than m now (its pace). One that is ahead
-needs m all the same: whoever aims at just the promised speed misses it half of the time. Pure; a pace comes from tokens
-that were committed two steps ago, so it knows nothing of current drafts.
+needs a little more than m all the same: whoever aims at just the promised speed misses it half of the time. Pure; a
+pace comes from tokens that were committed two steps ago, so it knows nothing of current drafts.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from cluster.messages import LoadReport, SlaTier
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+MARGIN = 1.125
+"""Least pace."""
 CATCH_UP_SECONDS = 0.5
 """What a request is behind its promise, it makes good within so many seconds."""
 
@@ -29,8 +31,9 @@ CATCH_UP_SECONDS = 0.5
 def encode_paces(promised: ArrayLike, seconds: ArrayLike, num_tokens: ArrayLike) -> bytes:
     """A report's `paces`: [R] promised tokens per second (0: none), seconds since the first token, tokens since."""
     speed = np.asarray(promised, dtype=np.float64)
-    behind = np.where(speed > 0, seconds - np.asarray(num_tokens) / np.maximum(speed, 1e-9), 0.0)
-    return np.clip(np.rint(PACE * (1 + behind / CATCH_UP_SECONDS)), PACE, 255).astype(np.uint8).tobytes()
+    due = np.asarray(num_tokens, dtype=np.float64) / np.maximum(speed, 1e-9)
+    behind = np.where(speed > 0, np.asarray(seconds, dtype=np.float64) - due, 0.0)
+    return np.clip(np.rint(PACE * (MARGIN + behind / CATCH_UP_SECONDS)), PACE * MARGIN, 255).astype(np.uint8).tobytes()
 
 
 def paces(report: LoadReport) -> Array:

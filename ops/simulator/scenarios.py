@@ -225,8 +225,8 @@ def independent() -> Findings:
 
 PROMISED_SPEED = 150.0
 PROMISED_SHARE = 0.2
-WEIGHTS = (8.0, 32.0, 64.0)
-SLA_LOADS = (64, 96, 128)
+WEIGHTS = (8.0, 16.0, 32.0, 64.0)
+SLA_LOADS = (64, 96, 112, 128)
 
 
 def sla() -> Findings:
@@ -240,7 +240,7 @@ def sla() -> Findings:
             return Fleet(
                 curve=curve,
                 acceptance=hardware.acceptance,
-                loads=((load,),) * 4,
+                loads=((load,),) * 8,
                 tiers=tiers,
                 tier_shares=(1 - PROMISED_SHARE, PROMISED_SHARE),
                 num_rounds=240,
