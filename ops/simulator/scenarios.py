@@ -117,16 +117,20 @@ def _production_rows(hardware: Hardware, concurrency: int) -> list[Row]:
         acceptance=Acceptance.of_survival(hardware.survival[:PRODUCTION_BLOCK]),
         loads=_engines(concurrency),
     )
-    mtp = replace(
-        ours,
-        curve=replace(hardware.curve, measured_draft=hardware.curve.measured_draft * MTP_DRAFT_SHARE),
-        acceptance=Acceptance.of_survival([MTP_SURVIVAL]),
-    )
     short = hardware.name[:5].rstrip("_") + hardware.name[5:8]
     return [
         _row(name, fleet, policy, concurrency=concurrency, hardware=hardware.name, line=f"{short} {name}")
-        for name, fleet, policy in (("MTP-1", mtp, Fixed(1)), ("DSpark", ours, Central()))
+        for name, fleet, policy in (("MTP-1", _with_mtp(ours), Fixed(1)), ("DSpark", ours, Central()))
     ]
+
+
+def _with_mtp(fleet: Fleet) -> Fleet:
+    """The same fleet with one multi-token-prediction layer for a drafter."""
+    return replace(
+        fleet,
+        curve=replace(fleet.curve, measured_draft=fleet.curve.measured_draft * MTP_DRAFT_SHARE),
+        acceptance=Acceptance.of_survival([MTP_SURVIVAL]),
+    )
 
 
 def _production_words(
@@ -165,6 +169,8 @@ def _production_words(
 LOAD_SPREAD = 0.5
 """Sigma of the log-normal load of the ranks."""
 MEAN_LOAD = 48
+FIXED_LENGTHS = (3, 5)
+"""The best of them is "best fixed": at this load, others are behind."""
 FLEET_SIZES = ((8, 8), (64, 32), (256, 32))
 """Replicas, and how many of them step together."""
 
@@ -183,15 +189,11 @@ def _fleet_rows(group_size: Callable[[int], int], spreads: Sequence[float]) -> l
             groups = tuple(tuple(loads[first : first + size]) for first in range(0, num_replicas, size))
             rounds = 128 if num_replicas <= 64 else 64
             fleet = Fleet(curve=hardware.curve, acceptance=hardware.acceptance, loads=groups, num_rounds=rounds)
-            fixed = [_row(f"fixed {n}", fleet, Fixed(n)) for n in (3, 5)]
+            fixed = [_row(f"fixed {n}", fleet, Fixed(n)) for n in FIXED_LENGTHS]
             best = max(fixed, key=lambda row: float(row["tokens_per_second"]))
-            own: list[tuple[str, Policy]] = [
-                ("none", Fixed(0)),
-                ("MTP-1", Fixed(1)),
-                ("each for itself", EachForItself()),
-            ]
             found = [{**best, "fixed": best["policy"], "policy": "best fixed"}]
-            found += [_row(name, fleet, policy) for name, policy in [*own, ("central", Central())]]
+            found += [_row("none", fleet, Fixed(0)), _row("MTP-1", _with_mtp(fleet), Fixed(1))]
+            found += [_row("each for itself", fleet, EachForItself()), _row("central", fleet, Central())]
             rows += [{"replicas": num_replicas, "ranks": size, "load_spread": spread, **row} for row in found]
     return rows
 
