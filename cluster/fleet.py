@@ -105,7 +105,7 @@ class _Loads:
     def lease(self, q: int, best: int, kept: int, tiers: Sequence[SlaTier], min_gain: float) -> list[BudgetLease]:
         rates = self.rates[q]
         gain = rates[best] - rates[kept]
-        if any(tier.min_tokens_per_second for tier in tiers):
+        if any(tier.min_tokens_per_second and tier.weight > 1 for tier in tiers):
             best, gain = self._with_promises(q, kept, tiers)
         option = best if gain > min_gain * rates[kept] else kept
         ranks = range(self.starts[q], self.starts[q] + len(self.groups[q].reports))
