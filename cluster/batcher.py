@@ -32,6 +32,8 @@ class Sequence:
     num_published_blocks: int = 0
     confidences: list[float] = field(default_factory=list)
     """The last known confidence of each slot of a block; what is expected of it where it was never drafted."""
+    began_seconds: float = 0.0
+    """When its first token came, on the engine's clock."""
     num_rounds: int = 0
     num_drafted: int = 0
     num_verified: int = 0

@@ -8,7 +8,9 @@ along a request, so whether slot j is admitted can't depend on the token it hold
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,12 +18,19 @@ from numpy.typing import ArrayLike, NDArray
 from cluster.messages import BudgetLease, LoadReport, SlaTier
 from cluster.sps import CostCurve
 
+Array = NDArray[np.float64]
 Levels = NDArray[np.uint8]
 
-LEVELS = 255
-"""A report holds survivals in steps of 1/255: finer than any calibration, and 256 requests of 7 slots fit 2 KB."""
+LEVELS, PACE = 255, 64
+"""A report holds survivals in steps of 1/255: finer than any calibration, and 256 requests of 7 slots fit 2 KB.
+Paces come in 1/64: 255 is almost four times the promised speed."""
 MIN_GAIN = 0.02
 """A new budget must promise this much more than the last one: the curve isn't known better than that."""
+
+
+def survival(confidences: Sequence[float]) -> list[float]:
+    """Confidences of consecutive slots -> probability that the prefix through each passes (their running product)."""
+    return list(accumulate(confidences, operator.mul))
 
 
 def encode_survival(rows: Sequence[Sequence[float]], num_slots: int) -> bytes:
@@ -62,26 +71,41 @@ def everything_admitted(report: LoadReport, curve: CostCurve, tiers: Sequence[Sl
     return bool(repaid and worth_drafting and promises_kept)
 
 
-def admit(survival: ArrayLike, limits: ArrayLike, lease: BudgetLease, floors: ArrayLike = 0) -> list[int]:
-    """Verify lengths of the current drafts: the `lease.cap` slots of highest survival, at most limits[r] of request r.
+def slot_values(survival: Array, needs: Array, weights: Array) -> Array:
+    """[..., R, G] what verifying each slot is worth, given the slots before it: it never grows along a request.
 
-    survival [R][G], current; limits [R]; floors [R]: slots that a request's SLA tier needs, from survivals two steps
-    old (`sla.floor_lengths`): they come before all others. Other slots under lease.price are not worth their time.
-    Ties break by (position, request), never by value, and survival is taken as non-increasing along a request, so what
-    is admitted is a prefix.
+    Tokens that a request needs to keep its promised speed count `weights` times, the others once. survival
+    [..., R, G]; needs [..., R] tokens per step, the sure one included; weights [R], at least 1. The value of slot j
+    follows from the survivals of slots 0..j, so from drafts before j: ranking by it is as causal as by survival.
     """
-    if not len(np.asarray(limits)):
+    before = 1 + np.cumsum(survival, axis=-1) - survival
+    return np.asarray(survival + (weights[:, None] - 1) * np.clip(needs[..., None] - before, 0, survival))
+
+
+def admit(
+    survival: ArrayLike, limits: ArrayLike, lease: BudgetLease, needs: ArrayLike = 0.0, weights: ArrayLike = 1.0
+) -> list[int]:
+    """Verify lengths of the current drafts: the `lease.cap` slots of highest value, at most limits[r] of request r.
+
+    survival [R][G], current; limits [R]; needs [R] and weights [R] as in `slot_values`: without promises a slot's value
+    is its survival. Slots under lease.price are not worth their time. Ties break by (position, request), never by
+    value, and values never grow along a request, so what is admitted is a prefix.
+    """
+    num_requests = len(np.asarray(limits))
+    if not num_requests:
         return []  # nothing was drafted: a lease outlives the drafts that it was made for
+    values = np.asarray(survival, dtype=np.float64)
+    if np.any(needs):
+        needs, weights = (np.broadcast_to(np.asarray(x, dtype=np.float64), num_requests) for x in (needs, weights))
+        values = slot_values(values, needs, weights)
     # Rounding must not let a later slot beat an earlier one of its request.
-    ordered = np.minimum.accumulate(np.asarray(survival, dtype=np.float64), axis=1)
-    num_requests, num_slots = ordered.shape
-    slots = np.arange(num_slots)
-    promised = slots < np.broadcast_to(np.asarray(floors, dtype=np.int64), num_requests)[:, None]
-    eligible = (slots < np.asarray(limits, dtype=np.int64)[:, None]) & (promised | (ordered >= lease.price))
+    ordered = np.minimum.accumulate(values, axis=1)
+    allowed = np.arange(ordered.shape[1]) < np.asarray(limits, dtype=np.int64)[:, None]
+    eligible = allowed & (ordered >= lease.price)
     lengths = eligible.sum(axis=1)
     if lengths.sum() > lease.cap:
-        # Survivals are at most 1, so 2 more puts promised slots first; transposed, a stable sort breaks ties.
-        ranks = np.where(eligible, -ordered - 2 * promised, np.inf).T.ravel()
+        # Transposed, a stable sort breaks ties by position, then by request.
+        ranks = np.where(eligible, -ordered, np.inf).T.ravel()
         best = np.argsort(ranks, kind="stable")[: max(lease.cap, 0)]
         lengths = np.bincount(best % num_requests, minlength=num_requests)
     return [int(length) for length in lengths]

@@ -10,30 +10,25 @@ drafted token can influence how many drafts are verified: that keeps the output'
 
 from __future__ import annotations
 
-import itertools
-import operator
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
-from cluster import budget, fleet, sla, verifier
+from cluster import verifier
 from cluster.batcher import Batcher, Chunk, Plan, Sequence
 from cluster.config import EngineConfig
 from cluster.kv_cache import BlockPool
+from cluster.local_scheduler import LocalScheduler
 from cluster.messages import (
     BudgetLease,
-    CostCurveError,
     FinishReason,
     InvalidRequestError,
-    LoadReport,
     QueueFullError,
     Request,
-    SchedulerMode,
     SlaTier,
     Span,
     StepResult,
@@ -46,17 +41,7 @@ from cluster.verifier import Outcome
 from drafter.interface import Draft
 from drafter.speculative import SamplingRows, draft_sampler
 
-UNLIMITED = BudgetLease(cap=2**31)
-"""All that requests and rows allow."""
-PLAIN = BudgetLease(cap=0)
-PROBE_EVERY_STEPS = 64
-"""A step that skips drafting learns nothing about drafts: after so many in a row, one drafts to look again."""
-REFRESH_EVERY_STEPS = 8
 MAX_RETRY_AFTER_SECONDS = 60.0
-EXPECTATION_RATE = 0.2
-"""How fast the expected confidence of a new request follows those that are drafted."""
-REPORT_AGE_STEPS = 2
-"""The budget may only use confidences that are at least so old (dspark.md section 5)."""
 
 
 class Engine:
@@ -72,26 +57,19 @@ class Engine:
     ) -> None:
         """`curve` may be None only where nothing is scheduled (plain decoding, or speculation "fixed")."""
         self.max_drafts = _max_drafts(config, shard.num_draft_slots)
-        if curve is None and self.max_drafts and config.speculation == "scheduled":
-            raise CostCurveError("scheduled speculation needs a cost curve")
         self._config = config
         self._shard = shard
-        self._curve = curve
+        self._scheduler = LocalScheduler(config, self.max_drafts, curve, tiers)
         self._clock = clock
-        self._tiers = tiers
+        self._num_tiers = len(tiers)
         self._pool = BlockPool(config.num_kv_blocks, config.kv_block_size, config.enable_prefix_caching)
         self._batcher = Batcher(config, self._pool, self.max_drafts)
         self._lock = threading.Lock()
         self._sequences: dict[str, Sequence] = {}
         self._added: list[Sequence] = []
         self._aborted: list[str] = []
-        self._reports: deque[LoadReport] = deque(maxlen=REPORT_AGE_STEPS)
         self._finish_times: deque[float] = deque(maxlen=32)
         self._num_steps = 0
-        self._num_steps_undrafted = 0
-        self._last_lease = UNLIMITED
-        self._expected_confidences = [1.0] * self.max_drafts  # nothing is known yet: every slot gets its chance
-        self._floors: dict[str, int] = {}
 
     # --- requests ---
 
@@ -144,7 +122,7 @@ class Engine:
         """Run one step. Call it while there is work, and without any every `shard.idle_seconds`."""
         started = self._clock()
         aborted = self._receive()
-        lease, mode = self._lease()
+        lease, mode = self._scheduler.lease(self._batcher)
         plan = self._batcher.plan(lease.cap)
         rows = verifier.sampling_rows([chunk.sequence for chunk in plan.anchored], self._num_steps)
 
@@ -152,10 +130,13 @@ class Engine:
         draft = self._draft(plan, rows)
         draft_seconds = self._clock() - draft_started
         self._admit(plan, lease)
+        predicted_seconds, plain_seconds = self._scheduler.predict(plan)
         outcomes, forward = self._verify(plan, draft, rows)
         events, rounds = self._commit(plan, outcomes, forward)
 
-        report = self._report(plan, drafted=draft is not None)
+        report = self._scheduler.report(
+            self._num_steps, plan, self._batcher, self.num_waiting, draft is not None, self._clock()
+        )
         result = StepResult(
             step=self._num_steps,
             events=(*aborted, *events),
@@ -166,16 +147,15 @@ class Engine:
             rounds=tuple(rounds),
             mode=mode,
             cap=plan.max_drafts,
-            predicted_seconds=self._predict(plan),
-            plain_seconds=self._predict_plain(plan),
+            predicted_seconds=predicted_seconds,
+            plain_seconds=plain_seconds,
             num_running=self.num_running,
             num_free_kv_blocks=self._pool.num_free,
             num_preempted=plan.num_preempted,
             num_prompt_tokens=plan.num_prompt_tokens,
             num_cached_prompt_tokens=plan.num_cached_prompt_tokens,
         )
-        self._reports.append(report)
-        self._refresh(result)
+        self._scheduler.refresh(result)
         self._num_steps += 1
         return result
 
@@ -185,7 +165,7 @@ class Engine:
             added, self._added = self._added, []
             aborted, self._aborted = self._aborted, []
         for sequence in added:
-            sequence.confidences = list(self._expected_confidences)
+            self._scheduler.welcome(sequence)
             self._batcher.add(sequence)
         return [
             self._finish(self._sequences[request_id], "abort")
@@ -196,8 +176,8 @@ class Engine:
     def _draft(self, plan: Plan, rows: SamplingRows) -> Draft | None:
         """DRAFT: propose tokens for every chunk that may have some. No more slots than could be admitted."""
         chunks = [chunk for chunk in plan.chunks if chunk.max_drafts]
-        self._num_steps_undrafted = 0 if chunks else self._num_steps_undrafted + 1
         if not chunks:
+            self._scheduler.drafted([])
             return None
         sequences = [chunk.sequence for chunk in chunks]
         anchored = plan.anchored
@@ -215,19 +195,12 @@ class Engine:
         for chunk, proposed, confidence in zip(chunks, tokens, confidences, strict=True):
             chunk.proposed = proposed[: chunk.max_drafts]
             chunk.sequence.confidences[: len(confidence)] = confidence
-        for slot, mean in enumerate(draft.confidences.mean(0).tolist()):
-            self._expected_confidences[slot] += EXPECTATION_RATE * (mean - self._expected_confidences[slot])
+        self._scheduler.drafted(draft.confidences.mean(0).tolist())
         return draft
 
     def _admit(self, plan: Plan, lease: BudgetLease) -> None:
         """ADMIT: the lengths of the prefixes to verify. Current survivals only rank; the cap is older than they are."""
-        chunks = plan.drafted
-        limits = [len(chunk.proposed) for chunk in chunks]
-        if sum(limits) > plan.max_drafts or lease.price > 0:
-            survivals = [survival(chunk.sequence.confidences) for chunk in chunks]
-            floors = [self._floors.get(chunk.sequence.request_id, 0) for chunk in chunks]
-            limits = budget.admit(survivals, limits, replace(lease, cap=plan.max_drafts), floors)
-        for chunk, length in zip(chunks, limits, strict=True):
+        for chunk, length in zip(plan.drafted, self._scheduler.admit(plan, lease), strict=True):
             chunk.num_admitted = length
 
     def _verify(
@@ -267,6 +240,8 @@ class Engine:
             outcome = outcomes.get(sequence.request_id)
             if outcome and sequence.num_output:  # the prompt's own token is no round
                 rounds.append(self._count(chunk, outcome))
+            elif outcome:
+                sequence.began_seconds = self._clock()
             self._batcher.commit(chunk, outcome.token_ids if outcome else [])
             if outcome and outcome.finish_reason:
                 events.append(self._finish(sequence, outcome.finish_reason, outcome))
@@ -296,81 +271,6 @@ class Engine:
             stats=sequence.stats(),
         )
 
-    # --- the budget ---
-
-    def _lease(self) -> tuple[BudgetLease, SchedulerMode]:
-        """How many drafts this step may verify, from what the engine reported two steps ago."""
-        if not self.max_drafts:
-            return PLAIN, "plain"
-        if self._config.speculation == "fixed" or self._curve is None:
-            return UNLIMITED, "fixed"
-        if len(self._reports) < REPORT_AGE_STEPS:
-            return UNLIMITED, "bypass"
-        report = self._current_load()
-        if budget.everything_admitted(report, self._curve, self._tiers):
-            self._last_lease, self._floors = UNLIMITED, {}
-            return UNLIMITED, "bypass"
-        [[lease]] = fleet.allocate([fleet.Group([report], self._curve, [self._last_lease])], self._tiers)
-        self._last_lease, self._floors = lease, sla.floor_lengths(report, lease.floors)
-        if lease.cap == 0 and self._num_steps_undrafted >= PROBE_EVERY_STEPS:
-            return BudgetLease(cap=max(self.max_drafts, self.num_running)), "local"
-        return lease, "local"
-
-    def _current_load(self) -> LoadReport:
-        """The report of two steps ago, less the requests that have left, plus those that came since.
-
-        A newcomer has no draft yet, so what it is expected to accept is what others were accepting when it came.
-        """
-        report, size, running = self._reports[0], self.max_drafts, self._batcher.running
-        known = {name: report.survival[i * size : (i + 1) * size] for i, name in enumerate(report.request_ids)}
-        rows = [known.get(sequence.request_id) or self._survival(sequence) for sequence in running]
-        return replace(
-            report,
-            survival=b"".join(rows),
-            tiers=bytes(sequence.request.tier for sequence in running),
-            request_ids=tuple(sequence.request_id for sequence in running),
-        )
-
-    def _survival(self, sequence: Sequence) -> bytes:
-        """One row of a report."""
-        confidences = sequence.confidences[: self._batcher.draft_limit(sequence)]
-        return budget.encode_survival([survival(confidences)], self.max_drafts)
-
-    def _report(self, plan: Plan, drafted: bool) -> LoadReport:
-        running = self._batcher.running
-        return LoadReport(
-            step=self._num_steps,
-            survival=b"".join(map(self._survival, running)),
-            tiers=bytes(sequence.request.tier for sequence in running),
-            request_ids=tuple(sequence.request_id for sequence in running),
-            max_draft_tokens=self._config.max_num_batched_tokens,
-            num_prefill_tokens=plan.num_prefill_tokens,
-            context_tokens=plan.context_tokens,
-            num_waiting=self.num_waiting,
-            drafted=drafted,
-        )
-
-    def _predict(self, plan: Plan) -> float | None:
-        if self._curve is None or not plan.chunks:
-            return None
-        verify_seconds = float(self._curve.step_seconds(plan.num_tokens, plan.context_tokens))
-        return verify_seconds + self._curve.draft_seconds(len(plan.drafted))
-
-    def _predict_plain(self, plan: Plan) -> float | None:
-        if self._curve is None or not plan.chunks:
-            return None
-        num_drafts = sum(chunk.num_admitted for chunk in plan.drafted)
-        return float(self._curve.step_seconds(plan.num_tokens - num_drafts, plan.context_tokens))
-
-    def _refresh(self, result: StepResult) -> None:
-        """The curve follows the machine: every few steps it learns from the one just done."""
-        if self._curve is None or not result.num_tokens or result.step % REFRESH_EVERY_STEPS:
-            return
-        seconds = result.seconds - result.draft_seconds
-        self._curve = self._curve.observed(result.num_tokens, result.report.context_tokens, seconds)
-        if num_drafted := sum(verify_round.num_proposed > 0 for verify_round in result.rounds):
-            self._curve = self._curve.observed_draft(num_drafted, result.draft_seconds)
-
     def _retry_after_seconds(self) -> float:
         """When the next place should be free: the mean time between the latest finishes."""
         if not self._finish_times:
@@ -381,8 +281,8 @@ class Engine:
     def _check(self, request: Request) -> None:
         """Raises InvalidRequestError for what no step could run; ranges are checked where people write them."""
         self._batcher.check(request)
-        if not 0 <= request.tier < max(len(self._tiers), 1):
-            raise InvalidRequestError("tier", f"{request.tier} is none of the {len(self._tiers)} SLA tiers")
+        if not 0 <= request.tier < max(self._num_tiers, 1):
+            raise InvalidRequestError("tier", f"{request.tier} is none of the {self._num_tiers} SLA tiers")
         size = self._shard.vocab_size
         sampling = request.sampling
         for name, token_ids in (
@@ -392,11 +292,6 @@ class Engine:
         ):
             if token_ids and not 0 <= min(token_ids) <= max(token_ids) < size:
                 raise InvalidRequestError(name, f"token ids must lie in 0..{size - 1}")
-
-
-def survival(confidences: list[float]) -> list[float]:
-    """Confidences of consecutive slots -> probability that the prefix through each passes (their running product)."""
-    return list(itertools.accumulate(confidences, operator.mul))
 
 
 def _max_drafts(config: EngineConfig, block_size: int) -> int:

@@ -2,8 +2,8 @@
 
 Engines that step together form a group: the ranks of a lockstep group, or one engine alone. A group's step lasts as
 long as its rank with the most rows needs, so the search goes over T, the rows of that rank: each other rank fills up to
-T at no cost. T maximises expected tokens per second plus what kept promises are worth (`sla`), globally, because the
-cost curve may be a jagged staircase. Independent groups share no step, so each is optimal for itself.
+T at no cost. T maximises expected tokens per second, where tokens up to a promised speed count more (`sla`), globally,
+because the cost curve may be a jagged staircase. Independent groups share no step, so each is optimal for itself.
 
 Pure: reports that are two steps old in, leases out; nothing here sees a current survival. A report's survivals are
 255ths, which sorts and sums 256 engines of 1792 slots in milliseconds.
@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 
 from cluster.budget import LEVELS, MIN_GAIN, survival_levels
 from cluster.messages import BudgetLease, LoadReport, SlaTier
-from cluster.sla import Floors
+from cluster.sla import Promises
 from cluster.sps import CostCurve
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _MAX_TRIED = 18
-"""With floors, so many T's at most are tried. The best of them is near, since what floors cost hardly varies with T."""
+"""With promises, so many T's at most are tried, those that could be worth most: the best of all is near them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ class _Loads:
     def lease(self, q: int, best: int, kept: int, tiers: Sequence[SlaTier], min_gain: float) -> list[BudgetLease]:
         rates = self.rates[q]
         gain = rates[best] - rates[kept]
-        if any(tier.min_tokens_per_second for tier in tiers):
-            best, gain = self._with_floors(q, kept, tiers)
+        if any(tier.min_tokens_per_second and tier.weight > 1 for tier in tiers):
+            best, gain = self._with_promises(q, kept, tiers)
         option = best if gain > min_gain * rates[kept] else kept
         ranks = range(self.starts[q], self.starts[q] + len(self.groups[q].reports))
         epochs = [lease.epoch + 1 for lease in self.groups[q].previous] or [0] * len(ranks)
@@ -132,41 +132,35 @@ class _Loads:
         last_survival = self.cumulative_IS[i, cap] - self.cumulative_IS[i, max(cap - 1, 0)]
         return float(min(self.rates[q, option] * last_slot_seconds, last_survival))
 
-    def _with_floors(self, q: int, kept: int, tiers: Sequence[SlaTier]) -> tuple[int, float]:
-        """The best option when promises count, and what it is worth more than the kept one (tokens per second).
+    def _with_promises(self, q: int, kept: int, tiers: Sequence[SlaTier]) -> tuple[int, float]:
+        """The best option when promised tokens count more, and how much it is worth over the kept one.
 
-        Floors can only lower the rate of an option, so options are tried in order of their worth without them, until
-        the next can't be better. Where load leaves no room for any floors, only what needs none counts as kept.
+        Options are tried in order of what they could be worth at most, until the next can't be better.
         """
         ranks = range(self.starts[q], self.starts[q] + len(self.groups[q].reports))
-        floors = [Floors(self.reports[i], tiers) for i in ranks]
+        promises = [Promises(self.reports[i], tiers) for i in ranks]
         seconds_N = self.verify_QN[q, : self.spans_Q[q] + 1] + self.draft_Q[q]
-        bounds = self.rates[q, : self.spans_Q[q] + 2].copy()
-        bounds[0] += sum(rank.kept_without_drafts(self.verify_QN[q, 0]) for rank in floors)
-        fits = np.ones(len(seconds_N), dtype=np.bool_)
-        for i, rank in zip(ranks, floors, strict=True):
-            bounds[1:] += rank.kept(seconds_N)
-            fits &= rank.fit(self.room_IN[i, : len(seconds_N)], seconds_N)
-        bounds[1:][~fits] = -np.inf
+        without = self.verify_QN[q, :1]
+        bounds = self.rates[q, 1 : len(seconds_N) + 1] + sum(rank.most_extra(seconds_N) for rank in promises)
 
-        def worth(options: Ints) -> Array:
-            """[C] exactly, of options that draft and whose floors fit."""
-            seconds, tokens = seconds_N[options - 1], np.zeros(len(options))
-            for i, rank in zip(ranks, floors, strict=True):
-                room = self.room_IN[i, options - 1]
-                tokens += rank.expected(room, seconds, self.cumulative_IS[i]) - self.cumulative_IS[i, room]
-            return np.asarray(bounds[options] + tokens / seconds)
+        def worth(options: Ints) -> list[float]:
+            seconds = seconds_N[options - 1]
+            tokens = [
+                rank.weighted_tokens(self.room_IN[i, options - 1], seconds)
+                for i, rank in zip(ranks, promises, strict=True)
+            ]
+            return [float(value) for value in sum(tokens) / seconds]
 
-        values = {0: float(bounds[0])}
-        tried = np.argsort(-bounds, kind="stable")
-        tried = tried[(tried > 0) & np.isfinite(bounds[tried])]
-        if kept and np.isfinite(bounds[kept]):
+        none = np.zeros(1, dtype=np.int64)
+        values = {0: float(sum(rank.weighted_tokens(none, without)[0] for rank in promises) / without[0])}
+        tried = np.argsort(-bounds, kind="stable")[:_MAX_TRIED] + 1
+        if kept:
             tried = np.append(kept, tried[tried != kept])
-        for options in (tried[:2], tried[2:_MAX_TRIED]):
-            if len(options) and bounds[options].max() > max(values.values()):
-                values.update(zip(options.tolist(), worth(options).tolist(), strict=True))
+        for options in (tried[:2], tried[2:]):
+            if len(options) and bounds[options - 1].max() > max(values.values()):
+                values.update(zip(options.tolist(), worth(options), strict=True))
         best = max(values, key=lambda option: (values[option], -option))
-        return best, values[best] - values.get(kept, -np.inf)
+        return best, values[best] - values.get(kept, values[0])
 
 
 def _cumulative(reports: Sequence[LoadReport]) -> tuple[Array, Ints]:

@@ -136,8 +136,7 @@ class SlaTier:
     name: str
     min_tokens_per_second: float = 0.0
     weight: float = 1.0
-    """What keeping the promise is worth: each request that is kept at its speed counts as weight *
-    min_tokens_per_second more tokens per second, so this decides how much throughput the tier may cost the others."""
+    """Each token up to the promised speed counts as so many (at least 1): how much throughput the promise may cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +149,9 @@ class LoadReport:
     0 where a slot may not be verified (or would pass once in 500 times). See budget.encode_survival."""
     tiers: bytes = b""
     """uint8 [R]: each running request's place in the list of SLA tiers."""
+    paces: bytes = b""
+    """uint8 [R]: the speed that each request must have now to end up with what its tier promises, in 64ths of that:
+    more than 64 when it is behind. Empty: all 64. See sla.encode_paces."""
     num_prefill_tokens: int
     context_tokens: int
     num_waiting: int
@@ -168,7 +170,7 @@ class BudgetLease:
     cap: int
     """Most draft tokens in a step."""
     price: float = 0.0
-    """Least survival worth verifying, beyond the floors."""
+    """Least value worth verifying: a slot's survival, times its tier's weight as far as the promised speed needs it."""
     padded_tokens: int = 0
     """Rows that each rank of a lockstep group computes per step, used or not; 0 for an engine that steps alone."""
     floors: tuple[float, ...] = ()

@@ -1,12 +1,12 @@
-"""What a promised speed asks of a step: floors, the prefixes that requests need whatever their drafts return.
+"""What promised speeds make of a step: how many tokens each request needs from it, and what giving them is worth.
 
-A request of a tier with m tokens per second needs 1 + (expected accepted drafts) >= m * S tokens from a step of S
-seconds, the drafts' own cost included. The least prefix that gives so many is its floor. S follows from how many drafts
-are verified, floors included: nobody iterates to that fixed point, since the search goes over S and floors are a
-function of it. A request that can't keep its speed at S, even with all of its drafts, has no floor there.
+A request of a tier with m tokens per second needs m * S tokens from a step of S seconds, the drafts' own cost included.
+Its tokens up to there count `weight` times, those beyond once. S follows from how many drafts are verified, promised
+ones included: nobody iterates to that fixed point, since the search goes over S, and needs are a function of it.
 
-Pure; survivals are the 255ths of a LoadReport, never those of the current step: whether a request can keep its speed
-depends on all of its drafts, so a floor made from current survivals would look at the token it decides about.
+A speed is promised for a whole answer, so a request that is behind needs more than m now (its pace). One that is ahead
+needs a little more than m all the same: whoever aims at just the promised speed misses it half of the time. Pure; a
+pace comes from tokens that were committed two steps ago, so it knows nothing of current drafts.
 """
 
 from __future__ import annotations
@@ -14,93 +14,73 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from cluster.budget import LEVELS, survival_levels
+from cluster.budget import LEVELS, PACE, slot_values, survival_levels
 from cluster.messages import LoadReport, SlaTier
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
+
+MARGIN = 1.125
+"""Least pace."""
+CATCH_UP_SECONDS = 0.5
+"""What a request is behind its promise, it makes good within so many seconds."""
 
 
-def floor_lengths(report: LoadReport, needs: Sequence[float]) -> dict[str, int]:
-    """Slots of each floor, by request id; without promises nobody is named.
+def encode_paces(promised: ArrayLike, seconds: ArrayLike, num_tokens: ArrayLike) -> bytes:
+    """A report's `paces`: [R] promised tokens per second (0: none), seconds since the first token, tokens since."""
+    speed = np.asarray(promised, dtype=np.float64)
+    due = np.asarray(num_tokens, dtype=np.float64) / np.maximum(speed, 1e-9)
+    behind = np.where(speed > 0, np.asarray(seconds, dtype=np.float64) - due, 0.0)
+    return np.clip(np.rint(PACE * (MARGIN + behind / CATCH_UP_SECONDS)), PACE * MARGIN, 255).astype(np.uint8).tobytes()
 
-    needs: tokens per step that each tier asks for, `BudgetLease.floors`.
+
+def paces(report: LoadReport) -> Array:
+    """[R] what each request needs now, as a multiple of the speed it was promised."""
+    if not report.paces:
+        return np.ones(len(report.tiers))
+    return np.frombuffer(report.paces, np.uint8) / PACE
+
+
+def needs_by_request(report: LoadReport, floors: Sequence[float]) -> dict[str, float]:
+    """Tokens that each request needs from a step, by request id; without promises nobody is named.
+
+    floors: by tier, `BudgetLease.floors`.
     """
-    if not any(needs):
+    if not any(floors):
         return {}
-    levels = survival_levels(report)
-    asked = np.array(needs)[np.frombuffer(report.tiers, np.uint8)]
-    tokens = np.concatenate([np.ones((len(levels), 1)), 1 + levels.cumsum(axis=1) / LEVELS], axis=1)
-    lengths = (tokens[:, :-1] < asked[:, None]).sum(axis=1)
-    lengths[tokens[:, -1] < asked] = 0
-    return dict(zip(report.request_ids, lengths.tolist(), strict=True))
+    needs = np.array(floors)[np.frombuffer(report.tiers, np.uint8)] * paces(report)
+    return dict(zip(report.request_ids, needs.tolist(), strict=True))
 
 
-class Floors:
-    """The floors of one engine as a function of its step's seconds.
-
-    Rank of a slot: its place when all slots of the engine stand in order of survival, highest first.
-    """
+class Promises:
+    """What one engine's step is worth when tokens up to promised speeds count more, as a function of its seconds."""
 
     def __init__(self, report: LoadReport, tiers: Sequence[SlaTier]) -> None:
-        levels = survival_levels(report)
         owners = np.frombuffer(report.tiers, np.uint8)
-        speeds = np.array([tier.min_tokens_per_second for tier in tiers])[owners]
-        promised = np.flatnonzero(speeds)
-        speeds = speeds[promised]
-        tokens = np.concatenate([np.ones((len(promised), 1)), 1 + levels[promised].cumsum(axis=1) / LEVELS], axis=1)
-        # A slot is in its request's floor in steps longer than `shortest` seconds, up to the longest the request bears.
-        shortest = tokens[:, :-1] / speeds[:, None]
-        longest = tokens[:, -1] / speeds
+        self._survival = survival_levels(report) / LEVELS
+        self._speeds = np.array([tier.min_tokens_per_second for tier in tiers])[owners] * paces(report)  # [R]
+        self._weights = np.array([tier.weight for tier in tiers])[owners]
 
-        ranks = np.empty(levels.size, dtype=np.int64)
-        ranks[np.argsort(LEVELS - levels.ravel(), kind="stable")] = np.arange(levels.size)
-        ever = shortest < longest[:, None]
-        order = np.argsort(ranks.reshape(levels.shape)[promised][ever])
-        self._ranks = ranks.reshape(levels.shape)[promised][ever][order]  # [S] of slots that may be floors, ascending
-        self._survival = levels[promised][ever][order] / LEVELS
-        self._shortest = shortest[ever][order]
-        self._until = np.broadcast_to(longest[:, None], shortest.shape)[ever][order]
-        self._starts, self._ends = np.sort(self._shortest), np.sort(self._until)
+        tokens = 1 + self._survival.sum(axis=1)
+        extra = self._weights - 1
+        self._longest = np.where(self._speeds > 0, tokens / np.maximum(self._speeds, 1e-9), np.inf)  # bearable seconds
+        order = np.argsort(self._longest)
+        self._longest = self._longest[order]
+        self._kept = np.append((extra * self._speeds)[order][::-1].cumsum()[::-1], 0.0)  # of those that bear the step
+        self._short = np.append(0.0, (extra * tokens * (self._speeds > 0))[order].cumsum())  # of those that don't
 
-        worth = speeds * np.array([tier.weight for tier in tiers])[owners[promised]]
-        self._bearable, self._worth = _steps_worth(longest, worth)
-        self._bearable_alone, self._worth_alone = _steps_worth(1 / speeds, worth)
+    def most_extra(self, seconds: Array) -> Array:
+        """[C] weighted tokens per second beyond the plain ones, were every request given all of its slots."""
+        first = np.searchsorted(self._longest, seconds)
+        return np.asarray(self._kept[first] + self._short[first] / seconds)
 
-    def kept(self, seconds: Array) -> Array:
-        """[C] what the promises are worth that can be kept in steps of so many seconds, in tokens per second."""
-        return np.asarray(self._worth[np.searchsorted(self._bearable, seconds)])
-
-    def kept_without_drafts(self, seconds: float) -> float:
-        return float(self._worth_alone[np.searchsorted(self._bearable_alone, seconds)])
-
-    def fit(self, room: Ints, seconds: Array) -> Bools:
-        """[C] whether `room` drafts hold the floors of steps of so many seconds."""
-        num_floor = np.searchsorted(self._starts, seconds) - np.searchsorted(self._ends, seconds)
-        return np.asarray(num_floor <= room)
-
-    def expected(self, room: Ints, seconds: Array, cumulative: Array) -> Array:
-        """[C] expected accepted drafts when floors, which must fit, come first and survival decides about the rest.
-
-        room [C] drafts, seconds [C] of the step; cumulative [n + 1] sums of the engine's survivals by rank. The best
-        `room` slots are a prefix of the ranks plus the floor slots behind it; a longer prefix has fewer of those
-        behind it but never fills less room, so its end is where the room is full.
-        """
-        if not len(self._ranks):
-            return np.asarray(cumulative[room])
-        floor = (self._shortest < seconds[:, None]) & (seconds[:, None] <= self._until)  # [C, S]
-        behind = floor[:, ::-1].cumsum(axis=1, dtype=np.int32)[:, ::-1]  # floor slots from this one on
-        enough = self._ranks + behind >= room[:, None]
-        first, found = enough.argmax(axis=1)[:, None], enough.any(axis=1)
-        num_behind = np.where(found, np.take_along_axis(behind, first, 1)[:, 0], 0)
-        late = floor & (np.arange(floor.shape[1]) >= first) & found[:, None]
-        return np.asarray(cumulative[room - num_behind] + late @ self._survival)
-
-
-def _steps_worth(longest: Array, worth: Array) -> tuple[Array, Array]:
-    """[P] the longest steps, ascending; [P + 1] what promises are worth that bear a step longer than the first n."""
-    order = np.argsort(longest)
-    return longest[order], np.append(worth[order][::-1].cumsum()[::-1], 0.0)
+    def weighted_tokens(self, room: Ints, seconds: Array) -> Array:
+        """[C] of a step of so many seconds that verifies the `room` slots of highest value, sure tokens included."""
+        needs = self._speeds * seconds[:, None]  # [C, R]
+        sure = 1 + (self._weights - 1) * np.minimum(needs, 1)
+        values = slot_values(self._survival, needs, self._weights).reshape(len(seconds), -1)
+        values.sort(axis=1)
+        best = np.concatenate([np.zeros((len(seconds), 1)), values[:, ::-1].cumsum(axis=1)], axis=1)
+        return np.asarray(sure.sum(axis=1) + np.take_along_axis(best, room[:, None], axis=1)[:, 0])

@@ -69,9 +69,10 @@ def measure(num_replicas: int, num_requests: int, num_slots: int, repeats: int) 
     ranks = min(32, num_replicas)
     lockstep = [Group(reports[first : first + ranks], curve) for first in range(0, num_replicas, ranks)]
     size = f"{num_replicas} x {num_requests} x {num_slots}"
-    # At these speeds no promise binds, promises bind, and everybody has one that binds.
+    # Speeds that full blocks at this load don't reach: all of them must be searched for.
     speed = 0.8 / float(curve.step_seconds(num_requests, 0))
-    some, all_ = (SlaTier("standard"), SlaTier("fast", 2 * speed)), (SlaTier("slow", speed), SlaTier("fast", 2 * speed))
+    fast = SlaTier("fast", 2 * speed, weight=16.0)
+    some, all_ = (SlaTier("standard"), fast), (SlaTier("slow", speed, weight=16.0), fast)
     actions: list[tuple[str, str, Callable[[], object], float | None]] = [
         ("allocate, engines alone", size, lambda: allocate(alone), ALLOCATE_GOAL_MS),
         (f"allocate, lockstep groups of {ranks}", size, lambda: allocate(lockstep), ALLOCATE_GOAL_MS),
@@ -80,10 +81,10 @@ def measure(num_replicas: int, num_requests: int, num_slots: int, repeats: int) 
         ("allocate, one engine", f"1 x {num_requests} x {num_slots}", lambda: allocate(alone[:1]), None),
     ]
     survival = generator.uniform(0.3, 1.0, (num_requests, num_slots)).cumprod(axis=1).tolist()
-    limits, floors = [num_slots] * num_requests, [1] * num_requests
+    limits, needs, weights = [num_slots] * num_requests, [2.0] * num_requests, [16.0] * num_requests
     lease = BudgetLease(cap=num_requests * num_slots // 2, price=0.01)
     one = f"1 x {num_requests} x {num_slots}"
-    actions.append(("admit, one engine", one, lambda: admit(survival, limits, lease, floors), ADMIT_GOAL_MS))
+    actions.append(("admit, one engine", one, lambda: admit(survival, limits, lease, needs, weights), ADMIT_GOAL_MS))
     return [
         {"what": what, "size": sizes, "milliseconds": milliseconds(action, repeats), "goal_milliseconds": goal}
         for what, sizes, action, goal in actions

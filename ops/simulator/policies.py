@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cluster.budget import admit
 from cluster.fleet import Group, allocate
 from cluster.messages import BudgetLease, LoadReport, SlaTier
-from cluster.sla import floor_lengths
+from cluster.sla import needs_by_request
 from cluster.sps import CostCurve
 
 Array = NDArray[np.float64]
@@ -84,17 +84,22 @@ class Central(Policy):
     ) -> list[Ints]:
         previous = self.leases or [[] for _ in groups]
         self.leases = allocate([Group(g, curve, p) for g, p in zip(groups, previous, strict=True)], tiers)
-        return _admitted([report for group in groups for report in group], self.leases, survivals)
+        return _admitted([report for group in groups for report in group], self.leases, survivals, tiers)
 
 
 def _admitted(
-    reports: Sequence[LoadReport], leases: Sequence[Sequence[BudgetLease]], survivals: Sequence[Array]
+    reports: Sequence[LoadReport],
+    leases: Sequence[Sequence[BudgetLease]],
+    survivals: Sequence[Array],
+    tiers: Sequence[SlaTier] = (),
 ) -> list[Ints]:
     """What each engine makes of its lease."""
     flat = [lease for group in leases for lease in group]
+    weights = np.array([tier.weight for tier in tiers] or [1.0])
     lengths = []
     for report, lease, table in zip(reports, flat, survivals, strict=True):
-        known = floor_lengths(report, lease.floors)
-        floors = list(known.values()) if known else 0
-        lengths.append(np.array(admit(table, np.full(len(table), table.shape[1]), lease, floors), dtype=np.int64))
+        needs = list(needs_by_request(report, lease.floors).values()) or 0.0
+        own = weights[np.frombuffer(report.tiers, np.uint8)] if tiers else 1.0
+        limits = np.full(len(table), table.shape[1])
+        lengths.append(np.array(admit(table, limits, lease, needs, own), dtype=np.int64))
     return lengths

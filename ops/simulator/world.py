@@ -16,8 +16,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.budget import LEVELS
+from cluster.budget import LEVELS, PACE
 from cluster.messages import LoadReport, SlaTier
+from cluster.sla import encode_paces
 from cluster.sps import CostCurve
 from ops.simulator.inputs import Acceptance
 from ops.simulator.policies import Policy
@@ -43,7 +44,7 @@ class Fleet:
     tier_shares: tuple[float, ...] = (1.0,)
     output_tokens: tuple[int, int] = (64, 512)
     """Each request asks for a uniform number in between."""
-    num_rounds: int = 300
+    num_rounds: int = 200
     seed: int = 0
 
 
@@ -95,7 +96,7 @@ class _Run:
         self.levels_QG = np.full((num_requests, self.num_slots), LEVELS, np.uint8)
         self.age_Q = np.zeros(num_requests, dtype=np.int64)
         self.undrafted_I = np.zeros(len(self.sizes_I), dtype=np.int64)
-        self.reported: deque[tuple[NDArray[np.uint8], Ints]] = deque(maxlen=REPORT_AGE_STEPS)
+        self.reported: deque[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = deque(maxlen=REPORT_AGE_STEPS)
         self.finished: list[tuple[int, float, float]] = []
 
     def _draw_tiers(self, count: int) -> Ints:
@@ -149,18 +150,24 @@ class _Run:
         seconds_L = self.fleet.curve.step_seconds(np.maximum.reduceat(rows_I, self.first_of_L), 0)
         seconds_L = seconds_L + self.draft_L * drafting_L
         self.clock_L = self.clock_L + seconds_L
-        self._look(survival_QG, drafting_L[self.group_of_I])
         tokens_Q = 1 + accepted_Q
-        self._commit(tokens_Q)
+        self.done_Q = self.done_Q + tokens_Q
+        self._look(survival_QG, drafting_L[self.group_of_I])
+        self._commit()
         return lengths_Q, tokens_Q, seconds_L
 
     def _lengths(self, survival_QG: Array) -> Ints:
         if len(self.reported) < REPORT_AGE_STEPS:
             return np.full(len(survival_QG), min(self.num_slots, self.policy.max_length), dtype=np.int64)
-        levels_QG, _ = self.reported[0]
-        levels_QG = np.where((self.age_Q < REPORT_AGE_STEPS)[:, None], LEVELS, levels_QG).astype(np.uint8)
-        probes_I = self.undrafted_I >= PROBE_EVERY_STEPS
-        reports = [self._report(levels_QG[first:last], self.tier_Q[first:last]) for first, last in self._spans()]
+        new_Q = self.age_Q < REPORT_AGE_STEPS
+        levels_QG, paces_Q = self.reported[0]
+        levels_QG = np.where(new_Q[:, None], LEVELS, levels_QG).astype(np.uint8)
+        paces_Q = np.where(new_Q, PACE, paces_Q).astype(np.uint8)
+        probes_I = (self.undrafted_I >= PROBE_EVERY_STEPS) & (self.policy.max_length > 0)
+        reports = [
+            self._report(levels_QG[first:last], self.tier_Q[first:last], paces_Q[first:last])
+            for first, last in self._spans()
+        ]
         groups = np.split(np.array(reports, dtype=object), self.first_of_L[1:])
         lengths = self.policy.lengths(
             [list(group) for group in groups],
@@ -168,15 +175,16 @@ class _Run:
             self.fleet.tiers,
             [survival_QG[first:last] for first, last in self._spans()],
         )
-        return np.where(probes_I[self.owner_Q], self.num_slots, np.concatenate(lengths))
+        return np.where(probes_I[self.owner_Q], 1, np.concatenate(lengths))
 
     def _spans(self) -> list[tuple[int, int]]:
         return list(zip(self.starts_I[:-1].tolist(), self.starts_I[1:].tolist(), strict=True))
 
-    def _report(self, levels: NDArray[np.uint8], tiers: Ints) -> LoadReport:
+    def _report(self, levels: NDArray[np.uint8], tiers: Ints, paces: NDArray[np.uint8]) -> LoadReport:
         return replace(
             _IDLE,
             survival=levels.tobytes(),
+            paces=paces.tobytes(),
             tiers=tiers.astype(np.uint8).tobytes(),
             request_ids=tuple(map(str, range(len(tiers)))),
         )
@@ -186,10 +194,12 @@ class _Run:
         drafted = drafting_I[self.owner_Q][:, None]
         self.levels_QG = np.where(drafted, np.rint(survival_QG * LEVELS), self.levels_QG).astype(np.uint8)
         self.undrafted_I = np.where(drafting_I, 0, self.undrafted_I + 1)
-        self.reported.append((self.levels_QG, self.age_Q))
+        promised_Q = np.array([tier.min_tokens_per_second for tier in self.fleet.tiers] or [0.0])[self.tier_Q]
+        seconds_Q = self.clock_L[self.group_of_I[self.owner_Q]] - self.began_Q
+        paces = encode_paces(promised_Q, seconds_Q, self.done_Q - self.counted_Q)
+        self.reported.append((self.levels_QG, np.frombuffer(paces, np.uint8)))
 
-    def _commit(self, tokens_Q: Ints) -> None:
-        self.done_Q = self.done_Q + tokens_Q
+    def _commit(self) -> None:
         self.age_Q = self.age_Q + 1
         ended = np.flatnonzero(self.done_Q >= self.wanted_Q)
         if not len(ended):

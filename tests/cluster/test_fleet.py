@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from cluster.budget import LEVELS, admit, encode_survival, survival_levels, with_arrivals
+from cluster.budget import LEVELS, admit, encode_survival, survival_levels
 from cluster.fleet import Group, allocate
 from cluster.messages import BudgetLease, LoadReport, SlaTier
-from cluster.sla import floor_lengths
+from cluster.sla import MARGIN, encode_paces, needs_by_request, paces
 from cluster.sps import CostCurve, DraftSample, Provenance, VerifySample
 
 UNTIMED = settings(
@@ -22,8 +22,8 @@ UNTIMED = settings(
 )  # a busy machine is no failure
 HERE = Provenance(model="m", dtype="bfloat16", device="cpu", num_threads=2, versions="", date="")
 NUM_SLOTS = 3
-TIERS = (SlaTier("standard"), SlaTier("fast", 55.0, weight=1.0), SlaTier("faster", 80.0, weight=0.3))
-STRICT = tuple(SlaTier(tier.name, tier.min_tokens_per_second, weight=1e6) for tier in TIERS)
+TIERS = (SlaTier("standard"), SlaTier("fast", 55.0, weight=3.0), SlaTier("faster", 80.0, weight=1.5))
+STRICT = tuple(SlaTier(tier.name, tier.min_tokens_per_second, weight=1e9) for tier in TIERS)
 
 
 @dataclass(frozen=True)
@@ -82,28 +82,16 @@ def seconds_of(group: list[Rank], lengths: list[tuple[int, ...]], curve: CostCur
 
 
 def worth_of(group: list[Rank], lengths: list[tuple[int, ...]], curve: CostCurve, tiers: tuple[SlaTier, ...]) -> float:
-    """Tokens per second, and weight * speed for each promise kept."""
+    """Tokens per second, those up to a promised speed counted `weight` times."""
     seconds = seconds_of(group, lengths, curve)
     total = 0.0
     for rank, own in zip(group, lengths, strict=True):
         for (tier, _), tokens in zip(rank.requests, tokens_of(rank, own), strict=True):
-            speed = tiers[tier].min_tokens_per_second if tiers else 0.0
-            kept = tokens >= speed * seconds * (1 - 1e-12)
-            total += tokens / seconds + (tiers[tier].weight * speed if speed and kept else 0.0)
+            total += tokens / seconds
+            if tiers:
+                promised = min(tokens / seconds, tiers[tier].min_tokens_per_second)
+                total += (tiers[tier].weight - 1) * promised
     return total
-
-
-def floors_respected(
-    group: list[Rank], lengths: list[tuple[int, ...]], curve: CostCurve, tiers: tuple[SlaTier, ...]
-) -> bool:
-    """Whoever can keep its speed in a step of this length does: what `allocate` holds to whenever it drafts."""
-    seconds = seconds_of(group, lengths, curve)
-    for rank, own in zip(group, lengths, strict=True):
-        for (tier, slots), tokens in zip(rank.requests, tokens_of(rank, own), strict=True):
-            need = tiers[tier].min_tokens_per_second * seconds * (1 - 1e-12)
-            if tokens < need <= 1 + sum(slots):
-                return False
-    return True
 
 
 def all_lengths(group: list[Rank]) -> list[list[tuple[int, ...]]]:
@@ -111,14 +99,15 @@ def all_lengths(group: list[Rank]) -> list[list[tuple[int, ...]]]:
     return [list(choice) for choice in product(*own)]
 
 
-def admitted(group: list[Rank], leases: list[BudgetLease]) -> list[tuple[int, ...]]:
+def admitted(group: list[Rank], leases: list[BudgetLease], tiers: tuple[SlaTier, ...] = TIERS) -> list[tuple[int, ...]]:
     """What the engines make of their leases, on the very survivals that were reported."""
     lengths = []
     for rank, lease in zip(group, leases, strict=True):
         table = survival_levels(rank.report()) / LEVELS
-        floors = floor_lengths(rank.report(), lease.floors)
+        needs = needs_by_request(rank.report(), lease.floors)
         limits = [len(slots) for _, slots in rank.requests]
-        own = admit(table, limits, lease, [floors.get(str(r), 0) for r in range(len(limits))])
+        weights = [tiers[tier].weight for tier, _ in rank.requests]
+        own = admit(table, limits, lease, [needs.get(str(r), 0.0) for r in range(len(limits))], weights)
         lengths.append(tuple(own))
     return lengths
 
@@ -145,12 +134,7 @@ def test_a_lockstep_group_reaches_the_optimum_over_all_lengths(group: list[Rank]
 @UNTIMED
 @given(st.lists(ranks(2), min_size=1, max_size=2), jagged_curves())
 def test_promised_speeds_and_throughput_are_traded_as_by_brute_force(group: list[Rank], curve: CostCurve) -> None:
-    allowed = [
-        lengths
-        for lengths in all_lengths(group)
-        if not any(map(sum, lengths)) or floors_respected(group, lengths, curve, TIERS)
-    ]
-    best = max(worth_of(group, lengths, curve, TIERS) for lengths in allowed)
+    best = max(worth_of(group, lengths, curve, TIERS) for lengths in all_lengths(group))
     [leases] = allocate([group_of(group, curve)], TIERS, min_gain=0.0)
     assert worth_of(group, admitted(group, leases), curve, TIERS) == pytest.approx(best, rel=1e-9)
 
@@ -170,7 +154,7 @@ def test_all_promises_are_kept_whenever_that_is_possible(rank: Rank, curve: Cost
 
     assume(any(all_kept(lengths) for lengths in all_lengths([rank])))
     [leases] = allocate([group_of([rank], curve)], STRICT)
-    assert all_kept(admitted([rank], leases))
+    assert all_kept(admitted([rank], leases, STRICT))
 
 
 @UNTIMED
@@ -224,15 +208,19 @@ def test_a_promise_shortens_the_step_as_far_as_its_weight_goes() -> None:
     curve = CostCurve.fit([VerifySample(n, 0, 0.010 + 0.001 * n) for n in range(1, 80)], [], HERE)
     rank = Rank([(0, (0.9, 0.81, 0.729))] * 8 + [(1, (0.3, 0.09, 0.027))])
 
-    def decided(weight: float) -> BudgetLease:
-        [[lease]] = allocate([group_of([rank], curve)], (SlaTier("any"), SlaTier("fast", 50.0, weight)))
-        return lease
+    def decided(weight: float) -> tuple[BudgetLease, tuple[int, ...]]:
+        tiers = (SlaTier("any"), SlaTier("fast", 50.0, weight))
+        [leases] = allocate([group_of([rank], curve)], tiers)
+        [lengths] = admitted([rank], leases, tiers)
+        return leases[0], lengths
 
-    assert decided(0.0).cap == 24 > decided(100.0).cap
-    [lengths] = admitted([rank], [decided(100.0)])
-    seconds = seconds_of([rank], [lengths], curve)
-    assert tokens_of(rank, lengths)[-1] >= 50 * seconds
-    assert lengths[-1] >= 1, "its floor comes before better drafts of others"
+    seconds = []
+    for weight in (1.0, 10.0, 1000.0):
+        lease, lengths = decided(weight)
+        seconds.append(seconds_of([rank], [lengths], curve))
+    assert seconds[0] > seconds[1] >= seconds[2]
+    assert tokens_of(rank, lengths)[-1] >= 50 * seconds[2]
+    assert lengths[-1] >= 1, "what it needs comes before better drafts of others"
 
 
 def test_budgets_do_not_flap_and_lockstep_keeps_its_rows() -> None:
@@ -246,12 +234,20 @@ def test_budgets_do_not_flap_and_lockstep_keeps_its_rows() -> None:
     assert len(seen) <= 2 and leases[0].epoch == 39
 
 
-def test_arrivals_and_floors_know_each_other() -> None:
-    report = with_arrivals(Rank([(0, (0.5,))]).report(), [2], [1], ["new"])
-    assert survival_levels(report).tolist() == [[128, 0, 0], [255, 255, 0]]
-    assert floor_lengths(report, (0.0, 2.5)) == {"0": 0, "new": 2}
-    assert floor_lengths(report, (1.6, 3.5)) == {"0": 0, "new": 0}, "nobody needs drafts for what they can't give"
-    assert floor_lengths(report, ()) == {}
+def test_needs_are_named_by_request_where_something_is_promised() -> None:
+    report = Rank([(0, (0.5,)), (1, (1.0, 1.0))]).report()
+    assert needs_by_request(report, (0.0, 2.5)) == {"0": 0.0, "1": 2.5}
+    assert needs_by_request(report, ()) == {} == needs_by_request(report, (0.0, 0.0))
+    assert paces(replace(report, paces=b"")).tolist() == [1.0, 1.0]
+
+
+def test_a_request_that_is_behind_needs_more_and_one_that_is_ahead_no_less() -> None:
+    """Promised 100 tokens per second: after a second with 150, 100, 75 and 0 tokens; and promised nothing."""
+    encoded = encode_paces([100.0] * 4 + [0.0], [1.0] * 5, [150, 100, 75, 0, 0])
+    report = replace(Rank([(1, ())] * 5).report(), paces=encoded)
+    least = MARGIN
+    assert paces(report) == pytest.approx([least, least, least + 0.5, least + 2, least], abs=1 / 64)
+    assert needs_by_request(report, (0.0, 2.0))["3"] == pytest.approx(2 * (least + 2), abs=1 / 32)
 
 
 def test_a_report_of_256_requests_is_small() -> None:
@@ -260,6 +256,7 @@ def test_a_report_of_256_requests_is_small() -> None:
         step=10**9,
         survival=encode_survival(table, 7),
         tiers=bytes(256),
+        paces=bytes(range(256)),
         num_prefill_tokens=8192,
         context_tokens=10**7,
         num_waiting=1000,
@@ -269,24 +266,27 @@ def test_a_report_of_256_requests_is_small() -> None:
     assert np.abs(survival_levels(report) / LEVELS - table).max() <= 0.5 / LEVELS + 1e-12
 
 
-# --- floors and causality in admit ---
+# --- promises and causality in admit ---
 
 
 @UNTIMED
 @given(st.data(), st.integers(1, 4))
-def test_a_token_never_decides_about_itself_when_floors_come_first(data: st.DataObject, num_requests: int) -> None:
+def test_a_token_never_decides_about_itself_when_promises_count(data: st.DataObject, num_requests: int) -> None:
     confidence = st.sampled_from([0.0, 0.2, 0.5, 0.5, 0.9, 1.0])
     table = st.lists(st.lists(confidence, min_size=4, max_size=4), min_size=num_requests, max_size=num_requests)
     before = np.array(data.draw(table))
     request, slot = data.draw(st.integers(0, num_requests - 1)), data.draw(st.integers(0, 3))
     after = before.copy()
     after[request, slot + 1 :] = np.array(data.draw(table))[request, slot + 1 :]
-    lengths = st.lists(st.integers(0, 4), min_size=num_requests, max_size=num_requests)
-    limits, floors = data.draw(lengths), data.draw(lengths)
+
+    def each(values: st.SearchStrategy[float]) -> list[float]:
+        return data.draw(st.lists(values, min_size=num_requests, max_size=num_requests))
+
+    limits, needs = each(st.integers(0, 4)), each(st.sampled_from([0.0, 1.5, 2.0, 3.2, 9.0]))
+    weights = each(st.sampled_from([1.0, 1.5, 4.0, 1000.0]))
     lease = BudgetLease(cap=data.draw(st.integers(0, 12)), price=data.draw(st.sampled_from([0.0, 0.1, 0.5])))
-    first = admit(before.cumprod(axis=1), limits, lease, floors)
-    second = admit(after.cumprod(axis=1), limits, lease, floors)
+    first = admit(before.cumprod(axis=1), limits, lease, needs, weights)
+    second = admit(after.cumprod(axis=1), limits, lease, needs, weights)
     assert min(first[request], slot + 1) == min(second[request], slot + 1)
     assert sum(first) <= lease.cap
-    if sum(map(min, floors, limits)) <= lease.cap:
-        assert all(n >= min(f, m) for n, f, m in zip(first, floors, limits, strict=True))
+    assert all(n <= limit for n, limit in zip(first, limits, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from cluster import profiler
 from cluster.config import EngineConfig
-from cluster.engine import PROBE_EVERY_STEPS, Engine
-from cluster.messages import CostCurveError
+from cluster.engine import Engine
+from cluster.local_scheduler import PROBE_EVERY_STEPS
+from cluster.messages import CostCurveError, InvalidRequestError, SlaTier
 from cluster.models.loader import load_decoder
 from cluster.shard import Shard
 from cluster.sps import CostCurve, DraftSample, Provenance, VerifySample
@@ -29,7 +31,7 @@ def curve(seconds_per_token: float, base: float = 1.0, draft: float = 1e-3) -> C
 
 def frozen(engine: Engine) -> Engine:
     """A clock that stands still: real step times must not decide what these tests see."""
-    engine._refresh = lambda result: None  # type: ignore[method-assign]
+    engine._scheduler.refresh = lambda result: None  # type: ignore[method-assign]
     return engine
 
 
@@ -71,6 +73,25 @@ def test_the_cap_follows_the_curve_and_survivals_rank(tiny: tuple[Path, Any]) ->
         lengths = [r.num_verified for r in step.rounds]
         assert sum(lengths) <= step.cap < 32
         assert max(lengths) - min(lengths) <= 1, "equal survivals share the cap evenly"
+
+
+def test_who_was_promised_a_speed_gets_more_of_the_same_budget(tiny: tuple[Path, Any]) -> None:
+    tiers = (SlaTier("standard"), SlaTier("fast", min_tokens_per_second=1.2, weight=50.0))
+    cost = curve(0.1)
+    engine = frozen(make_engine(tiny[0], random_drafter(VOCAB), cost, tiers, speculation="scheduled"))
+    requests = [request(p, max_tokens=40) for p in prompts(8)]
+    for index, each in enumerate(requests):
+        engine.add(replace(each, tier=1 if index == 5 else 0))
+    verified = []
+    for _ in range(24):
+        rounds = engine.step().rounds
+        if len(rounds) == 8:
+            verified.append([r.num_verified for r in rounds])
+    settled = verified[6:]
+    assert len(settled) > 8
+    assert all(row[5] > max(row[:5] + row[6:]) for row in settled), "equal survivals, but one has a promise"
+    with pytest.raises(InvalidRequestError, match="tier: 2"):
+        engine.add(replace(requests[0], request_id="x", tier=2))
 
 
 def test_a_slot_never_drafted_keeps_its_chance(tiny: tuple[Path, Any]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cluster.config import EngineConfig
 from cluster.engine import Engine
-from cluster.messages import Request, SamplingParams, StepResult, TokenEvent
+from cluster.messages import Request, SamplingParams, SlaTier, StepResult, TokenEvent
 from cluster.models.loader import load_decoder
 from cluster.shard import Shard
 from drafter.config import DrafterConfig
@@ -154,7 +154,9 @@ def dspark_drafter(model: Any, draft_vocab_size: int) -> DSpark:
     return drafter.eval().requires_grad_(False)
 
 
-def make_engine(folder: Path, drafter: Drafter | None, curve: Any = None, **settings: Any) -> Engine:
+def make_engine(
+    folder: Path, drafter: Drafter | None, curve: Any = None, tiers: tuple[SlaTier, ...] = (), **settings: Any
+) -> Engine:
     defaults = {
         "model_source": str(folder),
         "dtype": "float32",
@@ -167,7 +169,7 @@ def make_engine(folder: Path, drafter: Drafter | None, curve: Any = None, **sett
     }
     config = EngineConfig(**{**defaults, **settings})
     decoder = load_decoder(folder, torch.float32, torch.device("cpu"))
-    return Engine(config, Shard(decoder, drafter, config), curve)
+    return Engine(config, Shard(decoder, drafter, config), curve, tiers=tiers)
 
 
 _numbers = itertools.count()

@@ -1,0 +1,153 @@
+"""The scheduler that every engine carries: leases from its own reports of two steps ago, by the fleet's own arithmetic.
+
+Knows running sequences, plans and the cost curve; knows no tensor, no drafted token and no clock. All that it decides
+about a step's size rests on reports that are REPORT_AGE_STEPS old; current survivals only rank (dspark.md section 5).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from cluster import budget, fleet, sla
+from cluster.batcher import Batcher, Plan, Sequence
+from cluster.config import EngineConfig
+from cluster.messages import BudgetLease, CostCurveError, LoadReport, SchedulerMode, SlaTier, StepResult
+from cluster.sps import CostCurve
+
+UNLIMITED = BudgetLease(cap=2**31)
+"""All that requests and rows allow."""
+PLAIN = BudgetLease(cap=0)
+PROBE_EVERY_STEPS = 64
+"""A step that skips drafting learns nothing about drafts: after so many in a row, one drafts to look again."""
+REFRESH_EVERY_STEPS = 8
+EXPECTATION_RATE = 0.2
+"""How fast the expected confidence of a new request follows those that are drafted."""
+REPORT_AGE_STEPS = 2
+"""The budget may only use confidences that are at least so old."""
+
+
+class LocalScheduler:
+    """What one engine may verify, step by step."""
+
+    def __init__(
+        self, config: EngineConfig, max_drafts: int, curve: CostCurve | None, tiers: tuple[SlaTier, ...] = ()
+    ) -> None:
+        """`curve` may be None only where nothing is scheduled (plain decoding, or speculation "fixed")."""
+        if curve is None and max_drafts and config.speculation == "scheduled":
+            raise CostCurveError("scheduled speculation needs a cost curve")
+        self._config = config
+        self._max_drafts = max_drafts
+        self._curve = curve
+        self._tiers = tiers
+        self._reports: deque[LoadReport] = deque(maxlen=REPORT_AGE_STEPS)
+        self._num_steps_undrafted = 0
+        self._last_lease = UNLIMITED
+        self._needs: dict[str, float] = {}
+        self._expected_confidences = [1.0] * max_drafts  # nothing is known yet: every slot gets its chance
+
+    def welcome(self, sequence: Sequence) -> None:
+        """A newcomer has no draft yet: it is expected to accept what others are accepting."""
+        sequence.confidences = list(self._expected_confidences)
+
+    def lease(self, batcher: Batcher) -> tuple[BudgetLease, SchedulerMode]:
+        """How many drafts the next step may verify."""
+        if not self._max_drafts:
+            return PLAIN, "plain"
+        if self._config.speculation == "fixed" or self._curve is None:
+            return UNLIMITED, "fixed"
+        if len(self._reports) < REPORT_AGE_STEPS:
+            return UNLIMITED, "bypass"
+        report = self._current_load(batcher)
+        if budget.everything_admitted(report, self._curve, self._tiers):
+            self._last_lease, self._needs = UNLIMITED, {}
+            return UNLIMITED, "bypass"
+        [[lease]] = fleet.allocate([fleet.Group([report], self._curve, [self._last_lease])], self._tiers)
+        self._last_lease, self._needs = lease, sla.needs_by_request(report, lease.floors)
+        if lease.cap == 0 and self._num_steps_undrafted >= PROBE_EVERY_STEPS:
+            return BudgetLease(cap=max(self._max_drafts, len(batcher.running))), "local"
+        return lease, "local"
+
+    def drafted(self, confidences: Seq[float]) -> None:
+        """Mean confidence of each slot of this step's drafts; empty when the step drafts nothing."""
+        self._num_steps_undrafted = 0 if confidences else self._num_steps_undrafted + 1
+        for slot, mean in enumerate(confidences):
+            self._expected_confidences[slot] += EXPECTATION_RATE * (mean - self._expected_confidences[slot])
+
+    def admit(self, plan: Plan, lease: BudgetLease) -> list[int]:
+        """The lengths of the prefixes to verify, one for each drafted chunk of the plan."""
+        chunks = plan.drafted
+        limits = [len(chunk.proposed) for chunk in chunks]
+        if sum(limits) <= plan.max_drafts and not lease.price:
+            return limits
+        survivals = [budget.survival(chunk.sequence.confidences) for chunk in chunks]
+        needs = [self._needs.get(chunk.sequence.request_id, 0.0) for chunk in chunks]
+        weights = [self._tiers[chunk.sequence.request.tier].weight for chunk in chunks] if any(needs) else 1.0
+        return budget.admit(survivals, limits, replace(lease, cap=plan.max_drafts), needs, weights)
+
+    def report(
+        self, step: int, plan: Plan, batcher: Batcher, num_waiting: int, drafted: bool, now: float
+    ) -> LoadReport:
+        """The summary of a step that ended at `now` seconds of the engine's clock; kept for the lease two steps on."""
+        running = batcher.running
+        report = LoadReport(
+            step=step,
+            survival=b"".join(self._survival(sequence, batcher) for sequence in running),
+            tiers=bytes(sequence.request.tier for sequence in running),
+            paces=self._paces(running, now) if self._tiers else b"",
+            request_ids=tuple(sequence.request_id for sequence in running),
+            max_draft_tokens=self._config.max_num_batched_tokens,
+            num_prefill_tokens=plan.num_prefill_tokens,
+            context_tokens=plan.context_tokens,
+            num_waiting=num_waiting,
+            drafted=drafted,
+        )
+        self._reports.append(report)
+        return report
+
+    def predict(self, plan: Plan) -> tuple[float | None, float | None]:
+        """Seconds that the curve expects of the plan, and of the same step without drafts; None without a curve."""
+        if self._curve is None or not plan.chunks:
+            return None, None
+        num_drafts = sum(chunk.num_admitted for chunk in plan.drafted)
+        sizes = [plan.num_tokens, plan.num_tokens - num_drafts]
+        verify, plain = self._curve.step_seconds(sizes, plan.context_tokens).tolist()
+        return verify + self._curve.draft_seconds(len(plan.drafted)), plain
+
+    def refresh(self, result: StepResult) -> None:
+        """The curve follows the machine: every few steps it learns from the one just done."""
+        if self._curve is None or not result.num_tokens or result.step % REFRESH_EVERY_STEPS:
+            return
+        seconds = result.seconds - result.draft_seconds
+        self._curve = self._curve.observed(result.num_tokens, result.report.context_tokens, seconds)
+        if num_drafted := sum(verify_round.num_proposed > 0 for verify_round in result.rounds):
+            self._curve = self._curve.observed_draft(num_drafted, result.draft_seconds)
+
+    def _current_load(self, batcher: Batcher) -> LoadReport:
+        """The report of two steps ago, less the requests that have left, plus those that came since."""
+        report, size, running = self._reports[0], self._max_drafts, batcher.running
+        known = {name: index for index, name in enumerate(report.request_ids)}
+        places = [known.get(sequence.request_id) for sequence in running]
+        rows = [
+            self._survival(sequence, batcher) if place is None else report.survival[place * size : (place + 1) * size]
+            for sequence, place in zip(running, places, strict=True)
+        ]
+        paces = [budget.PACE if place is None else report.paces[place] for place in places] if report.paces else []
+        return replace(
+            report,
+            survival=b"".join(rows),
+            tiers=bytes(sequence.request.tier for sequence in running),
+            paces=bytes(paces),
+            request_ids=tuple(sequence.request_id for sequence in running),
+        )
+
+    def _survival(self, sequence: Sequence, batcher: Batcher) -> bytes:
+        """One row of a report."""
+        confidences = sequence.confidences[: batcher.draft_limit(sequence)]
+        return budget.encode_survival([budget.survival(confidences)], self._max_drafts)
+
+    def _paces(self, running: list[Sequence], now: float) -> bytes:
+        speeds = [self._tiers[s.request.tier].min_tokens_per_second for s in running]
+        seconds = [now - s.began_seconds if s.num_output else 0.0 for s in running]
+        return sla.encode_paces(speeds, seconds, [max(s.num_output - 1, 0) for s in running])
