@@ -31,7 +31,9 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     num_published_blocks: int = 0
     confidences: list[float] = field(default_factory=list)
-    """The last known confidence of each slot of a block; what is expected of it where it was never drafted."""
+    """The last known confidence of each slot of a block: what ADMIT ranks by."""
+    expected_confidences: list[float] = field(default_factory=list)
+    """What its next block is expected to have: what the budget reckons with."""
     began_seconds: float = 0.0
     """When its first token came, on the engine's clock."""
     num_rounds: int = 0

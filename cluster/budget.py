@@ -47,6 +47,17 @@ def survival_levels(report: LoadReport) -> Levels:
     return np.frombuffer(report.survival, np.uint8).reshape(num_requests, len(report.survival) // max(num_requests, 1))
 
 
+def decode_seconds(curve: CostCurve, running: int, others: int, num_drafts: ArrayLike, context_tokens: float) -> Array:
+    """Seconds of a step of `running` anchors, `others` prompt rows and so many drafts, less the prompt rows' own time.
+
+    That is spent whatever is drafted. Were it counted, a step with a long prompt would make drafts look cheap, though
+    what they cost comes on top.
+    """
+    seconds = curve.step_seconds(running + others + np.asarray(num_drafts), context_tokens)
+    anchors, with_prompts = curve.step_seconds([running, running + others], context_tokens)
+    return np.asarray(seconds - (with_prompts - anchors))
+
+
 def everything_admitted(report: LoadReport, curve: CostCurve, tiers: Sequence[SlaTier] = ()) -> bool:
     """True when the load is so low that every slot repays its own verification: no search is needed.
 
@@ -59,8 +70,8 @@ def everything_admitted(report: LoadReport, curve: CostCurve, tiers: Sequence[Sl
     if not survivals.size:
         return True
     running = len(levels)
-    base = running + report.num_prefill_tokens
-    seconds = curve.step_seconds(base + np.arange(survivals.size + 1), report.context_tokens)
+    num_drafts = np.arange(survivals.size + 1)
+    seconds = decode_seconds(curve, running, report.num_prefill_tokens, num_drafts, report.context_tokens)
     draft = curve.draft_seconds(running)
     most_tokens = running + survivals.sum()
     rate_limit = most_tokens / (draft + seconds[0])

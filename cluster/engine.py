@@ -177,7 +177,7 @@ class Engine:
         """DRAFT: propose tokens for every chunk that may have some. No more slots than could be admitted."""
         chunks = [chunk for chunk in plan.chunks if chunk.max_drafts]
         if not chunks:
-            self._scheduler.drafted([])
+            self._scheduler.drafted([], 0)
             return None
         sequences = [chunk.sequence for chunk in chunks]
         anchored = plan.anchored
@@ -195,7 +195,7 @@ class Engine:
         for chunk, proposed, confidence in zip(chunks, tokens, confidences, strict=True):
             chunk.proposed = proposed[: chunk.max_drafts]
             chunk.sequence.confidences[: len(confidence)] = confidence
-        self._scheduler.drafted(draft.confidences.mean(0).tolist())
+        self._scheduler.drafted(sequences, num_slots)
         return draft
 
     def _admit(self, plan: Plan, lease: BudgetLease) -> None:

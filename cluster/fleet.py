@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.budget import LEVELS, MIN_GAIN, survival_levels
+from cluster.budget import LEVELS, MIN_GAIN, decode_seconds, survival_levels
 from cluster.messages import BudgetLease, LoadReport, SlaTier
 from cluster.sla import Promises
 from cluster.sps import CostCurve
@@ -88,7 +88,9 @@ class _Loads:
 
     def _verify_seconds(self, q: int, options_N: Ints) -> Array:
         context = max(report.context_tokens for report in self.groups[q].reports)
-        return self.groups[q].curve.step_seconds(self.first_Q[q] + options_N, context)
+        ranks = slice(self.starts[q], self.starts[q] + len(self.groups[q].reports))
+        anchors = int(self.running_I[ranks].max(initial=0))
+        return decode_seconds(self.groups[q].curve, anchors, int(self.first_Q[q]) - anchors, options_N, context)
 
     def previous(self) -> Ints:
         """[Q] the option that the last leases amount to."""

@@ -23,7 +23,8 @@ PROBE_EVERY_STEPS = 64
 """A step that skips drafting learns nothing about drafts: after so many in a row, one drafts to look again."""
 REFRESH_EVERY_STEPS = 8
 EXPECTATION_RATE = 0.2
-"""How fast the expected confidence of a new request follows those that are drafted."""
+"""How fast expected confidences follow the drafted ones. A block says little about the next block of its request, so a
+budget made from the last one alone would give a good block the room of the bad one before it."""
 REPORT_AGE_STEPS = 2
 """The budget may only use confidences that are at least so old."""
 
@@ -50,6 +51,7 @@ class LocalScheduler:
     def welcome(self, sequence: Sequence) -> None:
         """A newcomer has no draft yet: it is expected to accept what others are accepting."""
         sequence.confidences = list(self._expected_confidences)
+        sequence.expected_confidences = list(self._expected_confidences)
 
     def lease(self, batcher: Batcher) -> tuple[BudgetLease, SchedulerMode]:
         """How many drafts the next step may verify."""
@@ -69,11 +71,14 @@ class LocalScheduler:
             return BudgetLease(cap=max(self._max_drafts, len(batcher.running))), "local"
         return lease, "local"
 
-    def drafted(self, confidences: Seq[float]) -> None:
-        """Mean confidence of each slot of this step's drafts; empty when the step drafts nothing."""
-        self._num_steps_undrafted = 0 if confidences else self._num_steps_undrafted + 1
-        for slot, mean in enumerate(confidences):
-            self._expected_confidences[slot] += EXPECTATION_RATE * (mean - self._expected_confidences[slot])
+    def drafted(self, sequences: Seq[Sequence], num_slots: int) -> None:
+        """Learn from the confidences of these sequences' new blocks; there are none when the step drafts nothing."""
+        self._num_steps_undrafted = 0 if sequences else self._num_steps_undrafted + 1
+        for slot in range(num_slots):
+            for sequence in sequences:
+                _follow(sequence.expected_confidences, slot, sequence.confidences[slot])
+            mean = sum(sequence.confidences[slot] for sequence in sequences) / len(sequences)
+            _follow(self._expected_confidences, slot, mean)
 
     def admit(self, plan: Plan, lease: BudgetLease) -> list[int]:
         """The lengths of the prefixes to verify, one for each drafted chunk of the plan."""
@@ -93,7 +98,7 @@ class LocalScheduler:
         running = batcher.running
         report = LoadReport(
             step=step,
-            survival=b"".join(self._survival(sequence, batcher) for sequence in running),
+            survival=self._survivals(running, batcher),
             tiers=bytes(sequence.request.tier for sequence in running),
             paces=self._paces(running, now) if self._tiers else b"",
             request_ids=tuple(sequence.request_id for sequence in running),
@@ -130,7 +135,7 @@ class LocalScheduler:
         known = {name: index for index, name in enumerate(report.request_ids)}
         places = [known.get(sequence.request_id) for sequence in running]
         rows = [
-            self._survival(sequence, batcher) if place is None else report.survival[place * size : (place + 1) * size]
+            self._survivals([sequence], batcher) if place is None else report.survival[place * size :][:size]
             for sequence, place in zip(running, places, strict=True)
         ]
         paces = [budget.PACE if place is None else report.paces[place] for place in places] if report.paces else []
@@ -142,12 +147,16 @@ class LocalScheduler:
             request_ids=tuple(sequence.request_id for sequence in running),
         )
 
-    def _survival(self, sequence: Sequence, batcher: Batcher) -> bytes:
-        """One row of a report."""
-        confidences = sequence.confidences[: batcher.draft_limit(sequence)]
-        return budget.encode_survival([budget.survival(confidences)], self._max_drafts)
+    def _survivals(self, sequences: Seq[Sequence], batcher: Batcher) -> bytes:
+        """Rows of a report."""
+        expected = [s.expected_confidences[: batcher.draft_limit(s)] for s in sequences]
+        return budget.encode_survival(list(map(budget.survival, expected)), self._max_drafts)
 
     def _paces(self, running: list[Sequence], now: float) -> bytes:
         speeds = [self._tiers[s.request.tier].min_tokens_per_second for s in running]
         seconds = [now - s.began_seconds if s.num_output else 0.0 for s in running]
         return sla.encode_paces(speeds, seconds, [max(s.num_output - 1, 0) for s in running])
+
+
+def _follow(expected: list[float], slot: int, seen: float) -> None:
+    expected[slot] += EXPECTATION_RATE * (seen - expected[slot])

@@ -69,6 +69,9 @@ def rate_of(batch: list[tuple[float, ...]], lengths: tuple[int, ...], curve: Cos
     """Expected tokens per second of one choice of lengths, from the definition."""
     expected = len(batch) + sum(sum(slots[:n]) for slots, n in zip(batch, lengths, strict=True))
     seconds = float(curve.step_seconds(len(batch) + prefill + sum(lengths), 0))
+    seconds -= float(
+        curve.step_seconds(len(batch) + prefill, 0) - curve.step_seconds(len(batch), 0)
+    )  # the prompts' own
     return expected / (seconds + (curve.draft_seconds(len(batch)) if sum(lengths) else 0.0))
 
 
@@ -152,6 +155,14 @@ def test_the_bypass_never_contradicts_the_search(
         choices = product(*[range(len(slots) + 1) for slots in batch])
         everything = rate_of(batch, tuple(map(len, batch)), curve, prefill)
         assert everything >= max(rate_of(batch, lengths, curve, prefill) for lengths in choices) * (1 - 1e-9)
+
+
+def test_a_long_prompt_does_not_make_drafts_look_cheap() -> None:
+    """Its time is spent anyway: what would not be drafted without it is not drafted beside it either."""
+    curve = curve_of([20.0 + 2.0 * n for n in range(400)], draft_ms=8.0)
+    batch = [(0.4, 0.1)] * 4
+    assert lease_for(report_of(batch), curve).cap == 0
+    assert lease_for(report_of(batch, prefill=200), curve).cap == 0
 
 
 def test_the_bypass_is_taken_at_low_load_only() -> None:

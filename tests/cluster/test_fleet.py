@@ -78,7 +78,9 @@ def seconds_of(group: list[Rank], lengths: list[tuple[int, ...]], curve: CostCur
     """The rank with the most rows sets the time; a draft pass is paid by all if one drafts."""
     rows = max(len(rank.requests) + rank.prefill + sum(n) for rank, n in zip(group, lengths, strict=True))
     drafts = curve.draft_seconds(max(len(rank.requests) for rank in group)) if any(map(sum, lengths)) else 0.0
-    return float(curve.step_seconds(rows, 0)) + drafts
+    anchors = max(len(rank.requests) for rank in group)
+    prompts = curve.step_seconds(max(len(rank.requests) + rank.prefill for rank in group), 0)
+    return float(curve.step_seconds(rows, 0) - (prompts - curve.step_seconds(anchors, 0))) + drafts
 
 
 def worth_of(group: list[Rank], lengths: list[tuple[int, ...]], curve: CostCurve, tiers: tuple[SlaTier, ...]) -> float:
