@@ -21,6 +21,9 @@ UNLIMITED = BudgetLease(cap=2**31)
 PLAIN = BudgetLease(cap=0)
 PROBE_EVERY_STEPS = 64
 """A step that skips drafting learns nothing about drafts: after so many in a row, one drafts to look again."""
+LEASE_STEPS = 4
+"""A lease stands for so many steps while the same requests run: what it rests on changes slowly, and the search is not
+free."""
 REFRESH_EVERY_STEPS = 8
 EXPECTATION_RATE = 0.2
 """How fast expected confidences follow the drafted ones. A block says little about the next block of its request, so a
@@ -45,6 +48,9 @@ class LocalScheduler:
         self._reports: deque[LoadReport] = deque(maxlen=REPORT_AGE_STEPS)
         self._num_steps_undrafted = 0
         self._last_lease = UNLIMITED
+        self._leased_mode: SchedulerMode = "bypass"
+        self._leased_for: list[Sequence] = []
+        self._num_steps_leased = 0
         self._needs: dict[str, float] = {}
         self._expected_confidences = [1.0] * max_drafts  # nothing is known yet: every slot gets its chance
 
@@ -61,14 +67,21 @@ class LocalScheduler:
             return UNLIMITED, "fixed"
         if len(self._reports) < REPORT_AGE_STEPS:
             return UNLIMITED, "bypass"
-        report = self._current_load(batcher)
-        if budget.everything_admitted(report, self._curve, self._tiers):
-            self._last_lease, self._needs = UNLIMITED, {}
-            return UNLIMITED, "bypass"
-        [[lease]] = fleet.allocate([fleet.Group([report], self._curve, [self._last_lease])], self._tiers)
-        self._last_lease, self._needs = lease, sla.needs_by_request(report, lease.floors)
-        if lease.cap == 0 and self._num_steps_undrafted >= PROBE_EVERY_STEPS:
+        self._num_steps_leased += 1
+        if self._num_steps_leased >= LEASE_STEPS or self._leased_for != batcher.running:
+            self._last_lease, self._leased_mode = self._search(self._curve, batcher)
+            self._leased_for, self._num_steps_leased = list(batcher.running), 0
+        if self._last_lease.cap == 0 and self._num_steps_undrafted >= PROBE_EVERY_STEPS:
             return BudgetLease(cap=max(self._max_drafts, len(batcher.running))), "local"
+        return self._last_lease, self._leased_mode
+
+    def _search(self, curve: CostCurve, batcher: Batcher) -> tuple[BudgetLease, SchedulerMode]:
+        report = self._current_load(batcher)
+        if budget.everything_admitted(report, curve, self._tiers):
+            self._needs = {}
+            return UNLIMITED, "bypass"
+        [[lease]] = fleet.allocate([fleet.Group([report], curve, [self._last_lease])], self._tiers)
+        self._needs = sla.needs_by_request(report, lease.floors)
         return lease, "local"
 
     def drafted(self, sequences: Seq[Sequence], num_slots: int) -> None:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 NUM_SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (64, 768)
 """Tokens of each sequence."""
-REPEATS = 3
+REPEATS = 5
 SECONDS_PER_CONTEXT = 5.0
 """Wider steps than ALWAYS_ROWS are left out once this is spent."""
 ALWAYS_ROWS = 16
