@@ -73,10 +73,11 @@ def _provenance(config: EngineConfig, shard: Shard) -> Provenance:
         own = version("dspark-serve")
     except PackageNotFoundError:  # run from a source tree
         own = "source"
+    ranks = f", dp {config.data_parallel_size} x tp {config.tensor_parallel_size}" if config.world_size > 1 else ""
     return Provenance(
         model=f"{config.model_source} with drafter {config.drafter_source}",
         dtype=config.dtype,
-        device=f"{shard.decoder.device} {torch.backends.cpu.get_cpu_capability()} x {os.cpu_count()}",
+        device=f"{shard.decoder.device} {torch.backends.cpu.get_cpu_capability()} x {os.cpu_count()}{ranks}",
         num_threads=config.num_threads,
         versions=f"torch {torch.__version__}, dspark-serve {own}",
         date=datetime.date.today().isoformat(),

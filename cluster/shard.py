@@ -93,6 +93,7 @@ class Shard:
         wanted = mesh.leads and config.drafter_source is not None and config.num_speculative_tokens != 0
         drafter = _load_drafter(resolve_source(str(config.drafter_source)), decoder, folder, mesh) if wanted else None
         shard = cls(decoder, drafter, config, mesh)
+        mesh.meet()  # a rank may load for longer than any later step may take
         if decoder.moe_layers:
             shard.exchange_from_rows = measure_crossover(
                 decoder.moe_layers[0], decoder.config.hidden_size, decoder.dtype, mesh

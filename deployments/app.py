@@ -10,6 +10,7 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import GangSchedulingConfig
 
 from deployments.config import LLMConfig, parse_config
 from deployments.ingress import Ingress
@@ -39,10 +40,19 @@ def build_app(config: LLMConfig) -> Application:
     )
     replicas = (
         serve.deployment(Replica)
-        .options(
-            max_ongoing_requests=limit, logging_config=quiet, **config.deployment_config.model_dump(exclude_none=True)
-        )
+        .options(max_ongoing_requests=limit, logging_config=quiet, **_replica_options(config))
         .bind(config, hub)
     )
     ingress = serve.deployment(Ingress).options(ray_actor_options=light, max_ongoing_requests=limit)
     return ingress.bind(config, replicas, hub)
+
+
+def _replica_options(config: LLMConfig) -> dict[str, Any]:
+    """What Serve needs to know of the replicas: how many, where, and which of them live and die together."""
+    engine, options = config.engine_kwargs, config.deployment_config.model_dump(exclude_none=True)
+    if config.reserves_bundles:
+        options["placement_group_bundles"] = [config.rank_resources] * engine.tensor_parallel_size
+    if engine.data_parallel_size > 1:
+        options.setdefault("num_replicas", engine.data_parallel_size)
+        options["gang_scheduling_config"] = GangSchedulingConfig(gang_size=engine.data_parallel_size)
+    return options
