@@ -19,8 +19,8 @@ from cluster.group import Place, start_engine
 from cluster.messages import EngineDeadError, EngineHealth, Request, TokenEvent
 from cluster.metrics import Exposition
 from deployments.config import LLMConfig
-from deployments.generation import Events
 from deployments.metrics_hub import PUSH_PERIOD_SECONDS
+from deployments.migration import Events
 
 logger = logging.getLogger("ray.serve")
 
