@@ -64,7 +64,7 @@ def processes(name: str) -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if process.name().startswith(f"ray::{name}"):
+            if process.name().startswith(f"ray::{name}"[:15]):  # the kernel keeps no more
                 found.append(process)
         except psutil.NoSuchProcess:
             continue
