@@ -98,7 +98,8 @@ class MigratingStream:
     async def _submit(self, patient: bool) -> None:
         """`patient`: wait for a place in a full queue instead of passing the refusal on."""
         request = replace(self._request, emitted_token_ids=tuple(self._emitted))
-        deadline = asyncio.get_running_loop().time() + self._timeout_seconds
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._timeout_seconds
         refusal: Exception = TimeoutError()
         while True:
             self.cancel()
@@ -115,4 +116,6 @@ class MigratingStream:
                 if not patient:
                     raise
                 refusal = error
+            if clock() + RETRY_SECONDS > deadline:
+                raise refusal
             await asyncio.sleep(RETRY_SECONDS)

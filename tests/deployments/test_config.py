@@ -85,7 +85,7 @@ def test_ranks_are_placed_by_what_they_need() -> None:
         ),
         (
             {**MODEL, "engine_kwargs": {"data_parallel_size": 2}, "deployment_config": {"autoscaling_config": SCALED}},
-            "autoscaling_config: groups (data_parallel_size > 1) don't scale",
+            "autoscaling_config: lockstep groups (data_parallel_size > 1) don't scale",
         ),
         (
             {**MODEL, "engine_kwargs": {"data_parallel_size": 2}},
