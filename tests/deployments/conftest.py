@@ -119,9 +119,11 @@ def application(port: int, name: str, route: str, args: dict[str, Any]) -> Itera
     """One application while it is needed."""
     serve.run(build(args), name=name, route_prefix=route)
     running = Server(f"http://127.0.0.1:{port}{route.rstrip('/')}")
-    eventually(running.healthy, "the server is healthy")
-    yield running
-    serve.delete(name)
+    try:
+        eventually(running.healthy, "the server is healthy")
+        yield running
+    finally:
+        serve.delete(name)
 
 
 @pytest.fixture(scope="session")

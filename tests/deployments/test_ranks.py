@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from conftest import Server, actor_processes, application, eventually
 from tiny_models import TinyModel, tiny_llama, tiny_mixtral
 
+from deployments.app import build
+
+ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.server, pytest.mark.dist]
 
 MODEL = "tiny"
@@ -134,6 +138,12 @@ async def outlive(server: Server, actor: str, how: signal.Signals) -> None:
         lambda: server.metric("dspark_requests_running") == server.metric("dspark_kv_cache_usage_ratio") == 0,
         "no sequence and no block is left",
     )
+
+
+def test_missing_gpus_are_said_at_once(serve_port: int) -> None:
+    (qwen,) = yaml.safe_load((ROOT / "deployments" / "dspark_qwen3_moe.yaml").read_text())["applications"]
+    with pytest.raises(ValueError, match=r"needs 4 GPUs of type H100.* has 0.*dspark_moe_cpu\.yaml"):
+        build(qwen["args"])
 
 
 def test_two_ranks_say_what_one_process_says(pair: Server, llama: TinyModel) -> None:
