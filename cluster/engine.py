@@ -287,6 +287,7 @@ class Engine:
         sampling = request.sampling
         for name, token_ids in (
             ("prompt", request.prompt_token_ids),
+            ("emitted", request.emitted_token_ids),
             ("stop_token_ids", sampling.stop_token_ids),
             ("logit_bias", tuple(token for token, _ in sampling.logit_bias)),
         ):

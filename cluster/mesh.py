@@ -69,7 +69,8 @@ class Mesh:
         self.num_collectives: Counter[str] = Counter()
         self.seconds_in_collectives = 0.0
         """By the CPU's clock, waiting for slower ranks included; between GPUs only the time to hand the work over."""
-        # torch.distributed.ProcessGroup of this rank's replica, and of the ranks with its tp_rank in all replicas.
+        # torch.distributed.ProcessGroup of all ranks, of this rank's replica, and of its tp_rank in all replicas.
+        self._world: Any = None
         self._tp: Any = None
         self._dp: Any = None
 
@@ -81,11 +82,13 @@ class Mesh:
         *,
         init_method: str,
         timeout_seconds: float,
+        start_timeout_seconds: float | None = None,
         device: torch.device | str = "cpu",
     ) -> Self:
         """Meet the other ranks at `init_method` (tcp://host:port, the same for all): NCCL on GPUs, gloo on CPUs.
 
-        One mesh per process. Raises GroupError when not all of them come within the time-out.
+        `start_timeout_seconds`: how long to wait for all of them to come, and later in `meet`; None: the time-out of
+        the collectives. One mesh per process. Raises GroupError when not all of them come.
         """
         mesh = cls(parallel, rank, device)
         mesh.timeout_seconds = timeout_seconds
@@ -99,28 +102,36 @@ class Mesh:
                 init_method=init_method,
                 rank=rank,
                 world_size=mesh.size,
-                timeout=timedelta(seconds=timeout_seconds),
+                timeout=timedelta(seconds=start_timeout_seconds or timeout_seconds),
                 device_id=mesh.device if mesh.device.type == "cuda" else None,
             )
+            limit = timedelta(seconds=timeout_seconds)
+            mesh._world = dist.new_group(timeout=limit)
             ranks = torch.arange(mesh.size).view(mesh.dp_size, mesh.tp_size)
             for replica in ranks.tolist():  # every rank makes every group, in the same order
-                group = dist.new_group(replica)
+                group = dist.new_group(replica, timeout=limit)
                 mesh._tp = group if rank in replica else mesh._tp
             for peers in ranks.T.tolist():
-                group = dist.new_group(peers)
+                group = dist.new_group(peers, timeout=limit)
                 mesh._dp = group if rank in peers else mesh._dp
         return mesh
 
     def leave(self) -> None:
         """Close the connections; the others notice at their next collective. Nothing to do in a world of one."""
         if self._tp is not None:
-            self._tp = self._dp = None
+            self._world = self._tp = self._dp = None
             dist.destroy_process_group()
 
     @property
     def leads(self) -> bool:
         """Whether this rank decides for its replica."""
         return self.tp_rank == 0
+
+    def meet(self) -> None:
+        """Wait until all ranks are here, as long as they may take to start."""
+        if self.size > 1:
+            with self._collective("meet"):
+                dist.all_reduce(torch.zeros(1))  # in the default group, whose time-out is the start's
 
     # --- arithmetic ---
 
@@ -200,7 +211,7 @@ class Mesh:
             return rows
         received = rows.new_empty(sum(num_received), *rows.shape[1:])
         with self._collective("all_to_all"):
-            dist.all_to_all_single(received, rows.contiguous(), list(num_received), list(num_sent))
+            dist.all_to_all_single(received, rows.contiguous(), list(num_received), list(num_sent), group=self._world)
         return received
 
     # --- decisions: always CPU tensors ---
@@ -220,7 +231,7 @@ class Mesh:
             return value
         decided = torch.tensor(value)
         with self._collective("decide"):
-            dist.broadcast(decided, 0)
+            dist.broadcast(decided, 0, group=self._world)
         return int(decided)
 
     def send(self, message: object) -> None:

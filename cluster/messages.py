@@ -89,6 +89,8 @@ class Request:
     sampling: SamplingParams
     tier: int = 0
     """Its place in the list of SLA tiers."""
+    emitted_token_ids: tuple[int, ...] = ()
+    """What an engine that was lost emitted before: output like what follows, but not emitted again."""
 
 
 @dataclass(frozen=True, slots=True)

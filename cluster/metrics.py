@@ -170,6 +170,9 @@ class ServiceMetrics:
         self.registry = registry = CollectorRegistry()
         self._requests = _counter(registry, "dspark_requests", "Finished choices by finish reason", "finish_reason")
         self._shed = _counter(registry, "dspark_requests_shed", "Requests refused with 429 because the queue was full")
+        self._migrated = _counter(
+            registry, "dspark_requests_migrated", "Choices that another engine continued after theirs was lost"
+        )
         self._ttft = Histogram("dspark_ttft_seconds", "Arrival to first token", buckets=TTFT_BUCKETS, registry=registry)
         self._tpot = Histogram(
             "dspark_tpot_seconds",
@@ -193,6 +196,10 @@ class ServiceMetrics:
             self._ttft.observe(ttft_seconds)
             if num_tokens > 1:
                 self._tpot.observe((request_seconds - ttft_seconds) / (num_tokens - 1))
+
+    def observe_migration(self) -> None:
+        """Count one choice that another engine goes on with."""
+        self._migrated.inc()
 
     def observe_shed(self) -> None:
         """Count one request that was refused because the queue was full."""

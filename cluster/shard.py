@@ -91,8 +91,11 @@ class Shard:
         decoder = load_decoder(folder, dtype, mesh.device, mesh)
         # With no tokens to propose a drafter would only cost memory and the projection of its context.
         wanted = mesh.leads and config.drafter_source is not None and config.num_speculative_tokens != 0
+        if wanted and mesh.device.type != "cpu":
+            raise ValueError("drafter_source: drafting on GPUs is not supported yet; leave it out for plain decoding")
         drafter = _load_drafter(resolve_source(str(config.drafter_source)), decoder, folder, mesh) if wanted else None
         shard = cls(decoder, drafter, config, mesh)
+        mesh.meet()  # a rank may load for longer than any later step may take
         if decoder.moe_layers:
             shard.exchange_from_rows = measure_crossover(
                 decoder.moe_layers[0], decoder.config.hidden_size, decoder.dtype, mesh
@@ -186,7 +189,9 @@ class Shard:
         batch = flatten(plan.spans, self._block_size, self.decoder.device)
         taps = self.drafter.target_layer_ids if self.drafter else ()
         hidden_ND, features_NF = self.decoder.forward(batch, self._kv, taps, plan.lockstep)
-        return StepTensors(batch, self.decoder.logits(hidden_ND[batch.logits_rows_M]), features_NF)
+        logits_MV = self.decoder.logits(hidden_ND[batch.logits_rows_M])
+        # Decisions are made on the CPU, wherever the model is; only the leader makes any.
+        return StepTensors(batch, logits_MV.cpu() if self.mesh.leads else logits_MV, features_NF)
 
     def commit_features(self, forward: StepTensors, num_final: list[int]) -> None:
         """The first `num_final[r]` rows of each span are committed: they become draft context. Others never do.

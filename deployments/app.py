@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import GangSchedulingConfig
 
 from deployments.config import LLMConfig, parse_config
 from deployments.ingress import Ingress
@@ -25,7 +28,8 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def build_app(config: LLMConfig) -> Application:
-    """Ingress -> Replicas (one engine each); all three report to the hub."""
+    """Ingress -> Replicas (one engine each); all three report to the hub. ValueError when it needs GPUs in vain."""
+    _check_accelerators(config)
     logger.info("effective configuration:\n%s", config.effective_yaml())
     # Serve must never queue where the engine should decide: its limit sheds with 429, Serve's would let clients hang.
     engine = config.engine_kwargs
@@ -39,10 +43,34 @@ def build_app(config: LLMConfig) -> Application:
     )
     replicas = (
         serve.deployment(Replica)
-        .options(
-            max_ongoing_requests=limit, logging_config=quiet, **config.deployment_config.model_dump(exclude_none=True)
-        )
+        .options(max_ongoing_requests=limit, logging_config=quiet, **_replica_options(config))
         .bind(config, hub)
     )
     ingress = serve.deployment(Ingress).options(ray_actor_options=light, max_ongoing_requests=limit)
     return ingress.bind(config, replicas, hub)
+
+
+def _replica_options(config: LLMConfig) -> dict[str, Any]:
+    """What Serve needs to know of the replicas: how many, where, and which of them live and die together."""
+    engine, options = config.engine_kwargs, config.deployment_config.model_dump(exclude_none=True)
+    if config.reserves_bundles:
+        options["placement_group_bundles"] = [config.rank_resources] * engine.tensor_parallel_size
+    if engine.data_parallel_size > 1:
+        options.setdefault("num_replicas", engine.data_parallel_size)
+        options["gang_scheduling_config"] = GangSchedulingConfig(gang_size=engine.data_parallel_size)
+    return options
+
+
+def _check_accelerators(config: LLMConfig) -> None:
+    """Serve would wait for ever, and say little. In Kubernetes the nodes may still be on their way, so it may wait."""
+    kind, num_needed = config.accelerator_type, config.engine_kwargs.world_size
+    if kind is None or "KUBERNETES_SERVICE_HOST" in os.environ or not ray.is_initialized():
+        return
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    num_there = int(sum(node.get("GPU", 0) for node in nodes if f"accelerator_type:{kind}" in node))
+    if num_there < num_needed:
+        raise ValueError(
+            f"accelerator_type: {config.model_id} needs {num_needed} GPUs of type {kind}, one for each rank, and this "
+            f"Ray cluster has {num_there}. Start a node that has them (`ray status` shows what is there), or serve "
+            "without: deployments/dspark_moe_cpu.yaml is a mixture of experts for CPUs, dspark_cpu.yaml a dense model"
+        )

@@ -35,10 +35,12 @@ class ModelLoadingConfig(_Section):
 
 
 class RayActorOptions(_Section):
-    """What a replica, with its engine, reserves in Ray's own count."""
+    """What each rank of a replica's engine reserves in Ray's own count."""
 
     num_cpus: float = Field(
-        default=0, ge=0, description="0: goes anywhere. On a cluster the engine's num_threads, so that it finds a node"
+        default=0,
+        ge=0,
+        description="0: all ranks run where the replica does. On a cluster num_threads, so that they find nodes",
     )
 
 
@@ -59,7 +61,11 @@ class AutoscalingConfig(_Section):
 class DeploymentConfig(_Section):
     """Serve's settings of the replicas; how many requests one takes follows from the engine's own limits."""
 
-    num_replicas: int | None = Field(default=None, ge=1, description="None: 1, or what autoscaling_config decides")
+    num_replicas: int | None = Field(
+        default=None,
+        ge=1,
+        description="Those of all lockstep groups together. None: one group, or what autoscaling_config decides",
+    )
     autoscaling_config: AutoscalingConfig | None = None
     ray_actor_options: RayActorOptions = Field(default_factory=RayActorOptions)
     health_check_period_s: float = Field(default=1.0, gt=0)
@@ -113,11 +119,50 @@ class LLMConfig(_Section):
     engine_kwargs: Annotated[EngineConfig, AfterValidator(_not_the_model)] = Field(
         default_factory=lambda: EngineConfig.model_validate({})
     )
+    accelerator_type: str | None = Field(
+        None, min_length=1, description="Ray's name of a GPU, such as H100: each rank gets one. None: ranks use CPUs"
+    )
     deployment_config: DeploymentConfig = Field(default_factory=DeploymentConfig)
     http_config: HttpConfig = Field(default_factory=HttpConfig)
     unhealthy_after_s: float = Field(
         default=60.0, gt=0, description="An engine with work but no finished step for this long is stuck, and replaced"
     )
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> Self:
+        size, deployment = self.engine_kwargs.data_parallel_size, self.deployment_config
+        if size == 1:
+            return self
+        if deployment.num_replicas is not None and deployment.num_replicas % size:
+            raise ValueError(
+                f"deployment_config.num_replicas = {deployment.num_replicas} is no multiple of "
+                f"engine_kwargs.data_parallel_size = {size}, the replicas of a lockstep group"
+            )
+        if deployment.autoscaling_config is not None:
+            raise ValueError(
+                "deployment_config.autoscaling_config: lockstep groups (data_parallel_size > 1) don't scale"
+            )
+        if not (deployment.ray_actor_options.num_cpus or self.accelerator_type):
+            raise ValueError(
+                "deployment_config.ray_actor_options.num_cpus: a lockstep group (data_parallel_size > 1) reserves its "
+                "place at once, so each rank must need something; num_threads is right on a cluster"
+            )
+        return self
+
+    @property
+    def rank_resources(self) -> dict[str, float]:
+        """What Ray reserves for each rank; {} when a replica's ranks simply run where the replica does."""
+        resources: dict[str, float] = {}
+        if num_cpus := self.deployment_config.ray_actor_options.num_cpus:
+            resources["CPU"] = num_cpus
+        if self.accelerator_type is not None:  # Ray's way to ask for a kind of GPU
+            resources |= {"GPU": 1, f"accelerator_type:{self.accelerator_type}": 0.001}
+        return resources
+
+    @property
+    def reserves_bundles(self) -> bool:
+        """Whether each rank has a bundle of a placement group. One rank on CPUs is reserved by its replica alone."""
+        return bool(self.rank_resources) and (self.engine_kwargs.world_size > 1 or self.accelerator_type is not None)
 
     @property
     def model_id(self) -> str:

@@ -1,7 +1,6 @@
 """One HTTP request on its way: the replicas' streams of its choices, merged, counted, and written whole or as events.
 
-Knows asyncio and nothing of HTTP, Ray or Serve: streams are async iterators that can be cancelled. However it ends,
-every sequence that still runs is aborted.
+Knows asyncio and nothing of HTTP, Ray or Serve. However it ends, every sequence that still runs is aborted.
 """
 
 from __future__ import annotations
@@ -9,51 +8,40 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import Protocol
 
-from cluster.messages import EngineDeadError, TokenEvent
+from cluster.messages import TokenEvent
 from cluster.metrics import ServiceMetrics
+from deployments.migration import MigratingStream
 from deployments.openai import Choice
 from deployments.responses import Json, Progress, Writer, dspark_stats, sse, usage_of
 from deployments.text_stream import Piece, ShownToken
 from deployments.tokenizer import Tokenizer
 
-Events = tuple[TokenEvent, ...]
-
-
-class EventStream(Protocol):
-    """What `handle.options(stream=True).generate.remote(request)` gives."""
-
-    def __aiter__(self) -> AsyncIterator[Events]: ...
-
-    async def __anext__(self) -> Events: ...
-
-    def cancel(self) -> None: ...
-
 
 class Streams:
     """Several streams as one."""
 
-    def __init__(self, streams: Sequence[EventStream]) -> None:
+    def __init__(self, streams: Sequence[MigratingStream]) -> None:
         self._streams = streams
-        self._arrivals: asyncio.Queue[tuple[int, Events | Exception]] = asyncio.Queue()
+        self._arrivals: asyncio.Queue[tuple[int, TokenEvent | Exception]] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self.is_open = False
 
-    async def open(self, timeout_seconds: float) -> None:
-        """Returns when an engine has taken every request. Raises whatever one was refused with; TimeoutError."""
-        async with asyncio.timeout(timeout_seconds):
-            for stream in self._streams:
-                await anext(stream)
+    async def open(self) -> None:
+        """Returns when engines have taken every request. Raises whatever one was refused with; TimeoutError."""
+        loop = asyncio.get_running_loop()
+        opened: list[asyncio.Future[None]] = [loop.create_future() for _ in self._streams]
+        self._tasks = [loop.create_task(self._run(i, opened[i])) for i in range(len(opened))]
+        await asyncio.gather(*opened)
         self.is_open = True
-        self._tasks = [asyncio.create_task(self._forward(i, stream)) for i, stream in enumerate(self._streams)]
 
-    async def next(self) -> tuple[int, Events | Exception]:
-        """(stream, its new events, or what ended it early), whichever comes first."""
+    async def next(self) -> tuple[int, TokenEvent | Exception]:
+        """(stream, its next event, or what ended it early), whichever comes first."""
         return await self._arrivals.get()
 
     def cancel(self, index: int) -> None:
         """No more of this stream: its sequence is aborted. No effect on one that has finished."""
+        self._tasks[index].cancel()
         self._streams[index].cancel()
 
     def close(self) -> None:
@@ -63,13 +51,16 @@ class Streams:
         for stream in self._streams:
             stream.cancel()
 
-    async def _forward(self, index: int, stream: EventStream) -> None:
+    async def _run(self, index: int, opened: asyncio.Future[None]) -> None:
         try:
-            async for events in stream:
-                self._arrivals.put_nowait((index, events))
-            self._arrivals.put_nowait((index, EngineDeadError("the replica ended the stream early")))
+            await self._streams[index].open()
+            opened.set_result(None)
+            await self._streams[index].forward(lambda event: self._arrivals.put_nowait((index, event)))
         except Exception as error:  # handed to the one who waits, and who knows whether it still matters
-            self._arrivals.put_nowait((index, error))
+            if opened.done():
+                self._arrivals.put_nowait((index, error))
+            else:
+                opened.set_exception(error)
 
 
 class Generation:
@@ -85,7 +76,6 @@ class Generation:
         *,
         num_prompt_tokens: int,
         arrived_at: float,
-        open_timeout_seconds: float,
     ) -> None:
         """`arrived_at`: of time.monotonic()."""
         self._streams = streams
@@ -94,14 +84,13 @@ class Generation:
         self._metrics = metrics
         self._num_prompt_tokens = num_prompt_tokens
         self._arrived_at = arrived_at
-        self._open_timeout_seconds = open_timeout_seconds
 
     async def whole(self) -> Json:
         """The finished answer."""
         texts: list[list[str]] = [[] for _ in self._progress]
         tokens: list[list[ShownToken]] = [[] for _ in self._progress]
         try:
-            await self._streams.open(self._open_timeout_seconds)
+            await self._streams.open()
             async for progress, piece in self._pieces():
                 texts[progress.choice.index].append(piece.text)
                 tokens[progress.choice.index] += piece.tokens
@@ -116,7 +105,7 @@ class Generation:
         Later errors become an event, made by `describe`, that ends the stream.
         """
         try:
-            await self._streams.open(self._open_timeout_seconds)
+            await self._streams.open()
             yield b""
             async for chunk in self._chunks(include_usage):
                 yield sse(chunk)
@@ -150,14 +139,11 @@ class Generation:
                 continue  # what came after a stop string
             if isinstance(item, Exception):
                 raise item
-            for event in item:
-                piece = progress.take(event, time.monotonic())
-                if progress.finish_reason is not None:
-                    self._streams.cancel(index)
-                    self._observe(progress)
-                yield progress, piece
-                if progress.finish_reason is not None:
-                    break
+            piece = progress.take(item, time.monotonic())
+            if progress.finish_reason is not None:
+                self._streams.cancel(index)
+                self._observe(progress)
+            yield progress, piece
 
     @property
     def _all_finished(self) -> bool:

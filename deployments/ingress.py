@@ -16,12 +16,12 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from ray import serve
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from starlette.exceptions import HTTPException
 
@@ -30,10 +30,12 @@ from cluster.metrics import CONTENT_TYPE, Exposition, ServiceMetrics
 from deployments.config import ApiKeysConfig, LLMConfig
 from deployments.generation import Generation, Streams
 from deployments.metrics_hub import PUSH_PERIOD_SECONDS
+from deployments.migration import Events, MigratingStream
 from deployments.openai import (
     Body,
     BodyT,
     ChatRequest,
+    Choice,
     CompletionRequest,
     ModelLimits,
     error_body,
@@ -99,6 +101,29 @@ def _cause(error: Exception) -> Exception:
 @app.exception_handler(405)
 async def _on_error(_: Request, error: Exception) -> JSONResponse:
     return error_response(error)
+
+
+class ReplicaStream:
+    """A replica's events, with errors as the replica raised them; a replica whose process ended is a lost engine."""
+
+    def __init__(self, stream: Any) -> None:
+        """`stream`: what the handle of a deployment gives for `generate`."""
+        self._stream = stream
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Events:
+        try:
+            events: Events = await anext(self._stream)
+        except RayTaskError as error:
+            raise _cause(error) from None
+        except RayActorError as error:
+            raise EngineDeadError(f"the replica's process died: {' '.join(str(error).split())}") from None
+        return events
+
+    def cancel(self) -> None:
+        self._stream.cancel()
 
 
 class ApiKeys:
@@ -231,14 +256,13 @@ class Ingress:
         request_id = f"{prefix}-{uuid.uuid4().hex}"
         choices = to_choices(body, prompts, self._limits, request_id)
         generation = Generation(
-            Streams([self._replicas.generate.remote(choice.request) for choice in choices]),
+            Streams([self._stream(choice) for choice in choices]),
             choices,
             Writer(body, request_id, int(time.time()), self._tokenizer),
             self._tokenizer,
             self._metrics,
             num_prompt_tokens=sum(len(prompt) for prompt in prompts),
             arrived_at=arrived_at,
-            open_timeout_seconds=self._config.http_config.submit_timeout_s,
         )
         try:
             if not body.stream:
@@ -252,6 +276,14 @@ class Ingress:
             return error_response(error)
         return StreamingResponse(
             _closing(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+
+    def _stream(self, choice: Choice) -> MigratingStream:
+        return MigratingStream(
+            choice.request,
+            lambda request: ReplicaStream(self._replicas.generate.remote(request)),
+            self._config.http_config.submit_timeout_s,
+            self._metrics.observe_migration,
         )
 
     def _check_model(self, model_id: str) -> None:

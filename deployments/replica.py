@@ -15,12 +15,12 @@ import ray
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 
-from cluster.group import start_engine
+from cluster.group import Place, start_engine
 from cluster.messages import EngineDeadError, EngineHealth, Request, TokenEvent
 from cluster.metrics import Exposition
 from deployments.config import LLMConfig
-from deployments.generation import Events
 from deployments.metrics_hub import PUSH_PERIOD_SECONDS
+from deployments.migration import Events
 
 logger = logging.getLogger("ray.serve")
 
@@ -33,7 +33,7 @@ class Replica:
         self._config = config
         self._hub = hub
         self._name = str(serve.get_replica_context().rank.rank)
-        self._engine = start_engine(config.engine_config(), config.model_id)
+        self._engine = start_engine(config.engine_config(), config.model_id, _place(config))
         # Nothing else runs in this process yet, so blocking is right: Serve learns here whether the start failed.
         ray.get(self._engine.ready.remote())
         self._queues: dict[str, asyncio.Queue[Events | EngineDeadError]] = {}
@@ -132,6 +132,19 @@ class Replica:
             for queue in self._queues.values():
                 queue.put_nowait(self._dead)
         return self._dead
+
+
+def _place(config: LLMConfig) -> Place:
+    """Where this replica's ranks run: in its bundles of the placement group, if there is one, which a gang shares."""
+    gang = serve.get_replica_context().gang_context
+    dp_rank = gang.rank if gang else 0
+    return Place(
+        device="cuda" if config.accelerator_type else "cpu",
+        num_cpus=config.deployment_config.ray_actor_options.num_cpus,
+        first_bundle=dp_rank * config.engine_kwargs.tensor_parallel_size if config.reserves_bundles else None,
+        group=f"gang-{gang.gang_id}" if gang else "",
+        dp_rank=dp_rank,
+    )
 
 
 async def _everything(queue: asyncio.Queue[Events | EngineDeadError]) -> Events:

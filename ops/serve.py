@@ -36,7 +36,7 @@ def main() -> int:
         config = yaml.safe_load(path.read_text())
         application = parse_config(config["applications"][0]["args"])
         for source in (application.model_loading_config.model_source, application.engine_kwargs.drafter_source):
-            if source is not None:
+            if source is not None and application.accelerator_type is None:  # else it may not even fit on this machine
                 resolve_source(source)
     except (OSError, ValueError, yaml.YAMLError) as error:
         print(f"{path}: {error}", file=sys.stderr)

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
 from cluster.messages import Span
 from cluster.models.loader import load_decoder, read_config
-from cluster.models.split_experts import split_experts
+from drafter.source import resolve_source
+from drafter.split_experts import split_experts
 
 TOKENS = [5, 17, 3, 88, 41, 9, 60]
 
@@ -55,6 +56,18 @@ def test_over_two_ranks(tiny: tuple[Path, Any], split: Path, ranks: Ranks, dp: i
     with torch.no_grad():
         expected = tiny[1](torch.tensor([TOKENS])).logits[0]
     torch.testing.assert_close(results[0][0], expected, atol=1e-4, rtol=0)
+
+
+def test_a_source_is_split_once(tiny: tuple[Path, Any], split: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = resolve_source(f"split-experts=4:{tiny[0]}")
+    assert tmp_path in folder.parents
+    assert (folder / "model.safetensors").read_bytes() == (split / "model.safetensors").read_bytes()
+    written = folder.stat().st_mtime_ns
+    assert resolve_source(f"split-experts=4:{tiny[0]}") == folder
+    assert folder.stat().st_mtime_ns == written
+    with pytest.raises(ValueError, match="split-experts=<number>:<source>"):
+        resolve_source(f"split-experts=four:{tiny[0]}")
 
 
 def test_our_decoder_loads_it(split: Path) -> None:

@@ -1,4 +1,4 @@
-"""The real model and the real server: Ray, Serve, HTTP, one engine; started once for all tests of this folder."""
+"""The real server: Ray, Serve, HTTP; the application with the real model and one engine is started once for all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,21 @@ class Server:
         )
 
     def engine_process(self) -> psutil.Process | None:
-        """The engine actor of this test run (Ray names its workers so); None unless there is just one."""
-        workers = psutil.Process().children(recursive=True)
-        engines = [process for process in workers if process.name().startswith("ray::EngineActo")]
+        """The engine actor of this test run; None unless there is just one."""
+        engines = actor_processes("EngineActor")
         return engines[0] if len(engines) == 1 else None
+
+
+def actor_processes(actor: str) -> list[psutil.Process]:
+    """The living workers of this test run that hold such an actor; Ray names them so."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.name().startswith(f"ray::{actor}"[:15]):  # the kernel keeps no more
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
 
 
 def eventually(condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
@@ -87,23 +99,39 @@ def _free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def server(model_folder: Path) -> Iterator[Server]:
+def serve_port() -> Iterator[int]:
+    """Ray and Serve, without an application."""
     port = _free_port()
     # Not pytest's own folder: Ray puts sockets into it, whose paths must be short.
     with tempfile.TemporaryDirectory(prefix="dspark-", ignore_cleanup_errors=True) as folder:
-        key_file = Path(folder) / "keys"
-        key_file.write_text(f"another-key\n{API_KEY}\n")
         os.environ.pop("RAY_ADDRESS", None)
         ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
-            serve.run(build(server_args(model_folder, key_file)), name="dspark", route_prefix="/")
-            running = Server(f"http://127.0.0.1:{port}")
-            eventually(running.healthy, "the server is healthy")
-            yield running
+            yield port
         finally:
             serve.shutdown()
             ray.shutdown()
+
+
+@contextmanager
+def application(port: int, name: str, route: str, args: dict[str, Any]) -> Iterator[Server]:
+    """One application while it is needed."""
+    serve.run(build(args), name=name, route_prefix=route)
+    running = Server(f"http://127.0.0.1:{port}{route.rstrip('/')}")
+    try:
+        eventually(running.healthy, "the server is healthy")
+        yield running
+    finally:
+        serve.delete(name)
+
+
+@pytest.fixture(scope="session")
+def server(serve_port: int, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    key_file = tmp_path_factory.mktemp("keys") / "keys"
+    key_file.write_text(f"another-key\n{API_KEY}\n")
+    with application(serve_port, "dspark", "/", server_args(model_folder, key_file)) as running:
+        yield running
 
 
 def server_args(model_folder: Path, key_file: Path) -> dict[str, Any]:

@@ -5,20 +5,52 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deployments.app import build_app
+from deployments.app import _replica_options, build_app
 from deployments.config import LLMConfig, parse_config
 
-YAML = Path(__file__).parents[2] / "deployments" / "dspark_cpu.yaml"
+FOLDER = Path(__file__).parents[2] / "deployments"
+YAML = FOLDER / "dspark_cpu.yaml"
 MODEL = {"model_loading_config": {"model_id": "m"}}
 SCALED = {"max_replicas": 4, "target_ongoing_requests": 8}
 
 
-def test_shipped_file_is_valid_and_local() -> None:
-    document = yaml.safe_load(YAML.read_text())
+SHIPPED = {
+    "dspark_cpu": "smollm2-135m-instruct",
+    "dspark_moe_cpu": "smollm2-135m-instruct-moe",
+    "dspark_qwen3_moe": "qwen3-30b-a3b",
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_files_are_valid_and_local(name: str) -> None:
+    document = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     (application,) = document["applications"]
     assert document["http_options"]["host"] == "127.0.0.1"
     assert application["import_path"] == "deployments.app:build"
-    assert parse_config(application["args"]).model_id == "smollm2-135m-instruct"
+    config = parse_config(application["args"])
+    assert config.model_id == SHIPPED[name]
+    build_app(config)
+
+
+def test_every_file_of_the_folder_is_known() -> None:
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == SHIPPED.keys()
+
+
+def test_ranks_are_placed_by_what_they_need() -> None:
+    """One rank on CPUs: no placement group; several: a bundle each; lockstep groups: gangs of whole replicas."""
+    plain = _replica_options(parse_config({**MODEL, "deployment_config": {"ray_actor_options": {"num_cpus": 2}}}))
+    assert not plain.keys() & {"placement_group_bundles", "gang_scheduling_config"}
+    laptop = _replica_options(parse_config({**MODEL, "engine_kwargs": {"tensor_parallel_size": 2}}))
+    assert "placement_group_bundles" not in laptop
+    group = {
+        "engine_kwargs": {"tensor_parallel_size": 2, "data_parallel_size": 3},
+        "accelerator_type": "H100",
+        "deployment_config": {"num_replicas": 6, "ray_actor_options": {"num_cpus": 2}},
+    }
+    placed = _replica_options(parse_config({**MODEL, **group}))
+    assert placed["placement_group_bundles"] == [{"CPU": 2, "GPU": 1, "accelerator_type:H100": 0.001}] * 2
+    assert placed["gang_scheduling_config"].gang_size == 3
+    assert placed["num_replicas"] == 6
 
 
 @pytest.mark.parametrize(
@@ -42,6 +74,22 @@ def test_shipped_file_is_valid_and_local() -> None:
         (
             {**MODEL, "deployment_config": {"autoscaling_config": {**SCALED, "min_replicas": 9}}},
             "min_replicas = 9 exceeds max_replicas = 4",
+        ),
+        (
+            {**MODEL, "engine_kwargs": {"tensor_parallel_size": 0}},
+            "engine_kwargs.tensor_parallel_size: Input should be",
+        ),
+        (
+            {**MODEL, "engine_kwargs": {"data_parallel_size": 2}, "deployment_config": {"num_replicas": 3}},
+            "num_replicas = 3 is no multiple of engine_kwargs.data_parallel_size = 2",
+        ),
+        (
+            {**MODEL, "engine_kwargs": {"data_parallel_size": 2}, "deployment_config": {"autoscaling_config": SCALED}},
+            "autoscaling_config: lockstep groups (data_parallel_size > 1) don't scale",
+        ),
+        (
+            {**MODEL, "engine_kwargs": {"data_parallel_size": 2}},
+            "ray_actor_options.num_cpus: a lockstep group (data_parallel_size > 1) reserves its place at once",
         ),
         ({}, "model_loading_config: Field required"),
     ],

