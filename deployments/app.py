@@ -34,6 +34,7 @@ def build_app(config: LLMConfig) -> Application:
     # Serve must never queue where the engine should decide: its limit sheds with 429, Serve's would let clients hang.
     engine = config.engine_kwargs
     limit = 4 * (engine.max_num_seqs + engine.max_num_waiting) + 64
+    graceful = config.deployment_config.graceful_shutdown_timeout_s
     light = {"num_cpus": 0}  # HTTP and the engine share the machine's cores, as the operating system sees fit
     quiet = {"enable_access_log": False}  # the ingress logs each request once, and the hub is called every second
     hub = (
@@ -46,7 +47,11 @@ def build_app(config: LLMConfig) -> Application:
         .options(max_ongoing_requests=limit, logging_config=quiet, **_replica_options(config))
         .bind(config, hub)
     )
-    ingress = serve.deployment(Ingress).options(ray_actor_options=light, max_ongoing_requests=limit)
+    ingress = serve.deployment(Ingress).options(
+        ray_actor_options=light,
+        max_ongoing_requests=limit * config.most_replicas,
+        graceful_shutdown_timeout_s=graceful,
+    )
     return ingress.bind(config, replicas, hub)
 
 
@@ -63,7 +68,8 @@ def _replica_options(config: LLMConfig) -> dict[str, Any]:
 
 def _check_accelerators(config: LLMConfig) -> None:
     """Serve would wait for ever, and say little. In Kubernetes the nodes may still be on their way, so it may wait."""
-    kind, num_needed = config.accelerator_type, config.engine_kwargs.world_size
+    kind = config.accelerator_type
+    num_needed = config.engine_kwargs.tensor_parallel_size * config.least_replicas
     if kind is None or "KUBERNETES_SERVICE_HOST" in os.environ or not ray.is_initialized():
         return
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -165,6 +165,18 @@ class LLMConfig(_Section):
         return bool(self.rank_resources) and (self.engine_kwargs.world_size > 1 or self.accelerator_type is not None)
 
     @property
+    def least_replicas(self) -> int:
+        """Replicas that there always are."""
+        scaling, fixed = self.deployment_config.autoscaling_config, self.deployment_config.num_replicas
+        return scaling.min_replicas if scaling else fixed or self.engine_kwargs.data_parallel_size
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas that there may be."""
+        scaling = self.deployment_config.autoscaling_config
+        return scaling.max_replicas if scaling else self.least_replicas
+
+    @property
     def model_id(self) -> str:
         return self.model_loading_config.model_id
 

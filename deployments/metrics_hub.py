@@ -30,11 +30,11 @@ class MetricsHub:
         """`model`: what clients call the model; a label of every sample."""
         self._model = model
         self._clock = clock
-        self._said: dict[tuple[str, int], _Said] = {}
+        self._said: dict[str, _Said] = {}
 
-    def push(self, exposition: Exposition, ready: bool = False) -> None:
-        """Replace what `exposition`'s process said before. `ready`: its engine takes requests."""
-        self._said[exposition.replica, exposition.rank] = _Said(exposition, ready, self._clock())
+    def push(self, exposition: Exposition, ready: bool = False, source: str = "") -> None:
+        """Replace what `source` (none: the exposition's replica) said before. `ready`: its engine takes requests."""
+        self._said[source or exposition.replica] = _Said(exposition, ready, self._clock())
 
     def any_ready(self) -> bool:
         """Whether some engine said so, not long ago."""
@@ -47,4 +47,4 @@ class MetricsHub:
     def _fresh(self) -> list[_Said]:
         oldest = self._clock() - EXPIRES_AFTER_SECONDS
         self._said = {source: said for source, said in self._said.items() if said.at >= oldest}
-        return [self._said[source] for source in sorted(self._said)]
+        return sorted(self._said.values(), key=lambda said: (said.exposition.replica, said.exposition.rank))

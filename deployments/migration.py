@@ -53,6 +53,7 @@ class MigratingStream:
         self._emitted: list[int] = []
         self._finished = False
         self._num_migrations = 0
+        self._num_submissions = 0
 
     async def open(self) -> None:
         """Returns when an engine has taken the request. Raises whatever it was refused with; TimeoutError."""
@@ -97,13 +98,16 @@ class MigratingStream:
 
     async def _submit(self, patient: bool) -> None:
         """`patient`: wait for a place in a full queue instead of passing the refusal on."""
-        request = replace(self._request, emitted_token_ids=tuple(self._emitted))
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._timeout_seconds
         refusal: Exception = TimeoutError()
         while True:
             self.cancel()
-            self._stream = self._send(request)
+            self._num_submissions += 1
+            # An id of its own: the engine thought lost may live, and still hold the one before.
+            request_id = f"{self._request.request_id}-{self._num_submissions}"
+            emitted = tuple(self._emitted)
+            self._stream = self._send(replace(self._request, request_id=request_id, emitted_token_ids=emitted))
             try:
                 async with asyncio.timeout_at(deadline):
                     await anext(self._stream)

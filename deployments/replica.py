@@ -32,7 +32,6 @@ class Replica:
         """`hub`: handle of the MetricsHub. Returns when the engine is ready; raises EngineDeadError if it can't be."""
         self._config = config
         self._hub = hub
-        self._name = str(serve.get_replica_context().rank.rank)
         self._engine = start_engine(config.engine_config(), config.model_id, _place(config))
         # Nothing else runs in this process yet, so blocking is right: Serve learns here whether the start failed.
         ray.get(self._engine.ready.remote())
@@ -59,7 +58,8 @@ class Replica:
                 finished = events[-1].finish_reason is not None
                 yield events
         finally:
-            del self._queues[request.request_id]
+            if self._queues.get(request.request_id) is queue:
+                del self._queues[request.request_id]
             if not finished and self._dead is None:
                 self._engine.abort.remote(request.request_id)
 
@@ -120,14 +120,20 @@ class Replica:
         elif health.seconds_since_last_step > self._config.unhealthy_after_s:
             self._bury(f"no step finished for {health.seconds_since_last_step:.0f} s, with work waiting")
         else:
-            self._hub.push.remote(Exposition(self._name, 0, text), ready=health.ready)
+            self._say(text, health.ready)
+
+    def _say(self, text: str, ready: bool) -> None:
+        """Serve deals the ranks anew when replicas come and go, so a rank names us only for now."""
+        context = serve.get_replica_context()
+        exposition = Exposition(str(context.rank.rank), 0, text)
+        self._hub.push.remote(exposition, ready=ready, source=context.replica_id.unique_id)
 
     def _bury(self, reason: str) -> EngineDeadError:
         """The engine is lost: tell the streams, the hub, and (at its next question) Serve. Once."""
         if self._dead is None:
             logger.error("engine lost: %s", reason)
             self._dead = EngineDeadError(f"the engine is lost and will be replaced: {reason}")
-            self._hub.push.remote(Exposition(self._name, 0, ""), ready=False)
+            self._say("", ready=False)
             ray.kill(self._engine)  # a stuck one would go on taking memory and cores
             for queue in self._queues.values():
                 queue.put_nowait(self._dead)

@@ -69,7 +69,6 @@ REFINED: dict[str, Schema] = {
     "upgradeStrategy": one_of("NewCluster", "None"),
     "gcsFaultTolerance.redisAddress": {"type": "string", "pattern": r"^([^:\s]+(:[0-9]+)?)?$"},
     "gcsFaultTolerance.redisPassword.secretName": NAME,
-    "podDisruptionBudget.maxUnavailable": {"anyOf": [COUNT, {"type": "string", "pattern": "^[0-9]+%$"}]},
     "networkPolicy.clients": many(OPEN),
     "monitoring.podMonitor.labels": TEXTS,
     "monitoring.podMonitor.interval": {"type": "string", "pattern": "^[0-9]+(ms|s|m)$"},

@@ -42,6 +42,13 @@ def test_who_stops_pushing_is_forgotten() -> None:
     assert 'replica="1"' in hub.exposition()
 
 
+def test_two_replicas_that_bear_one_rank_for_a_moment_are_both_heard() -> None:
+    hub = MetricsHub("m", Clock())
+    hub.push(exposition("0"), ready=True, source="a")
+    hub.push(exposition("0"), ready=False, source="b")
+    assert hub.any_ready()
+
+
 def test_ready_is_what_was_said_last() -> None:
     hub = MetricsHub("m", Clock())
     hub.push(exposition("0"), ready=True)

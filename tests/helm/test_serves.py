@@ -37,7 +37,16 @@ def test_serve_run_with_the_rendered_text_answers() -> None:
         environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_TMPDIR": folder}
         command = [str(Path(sys.executable).with_name("serve")), "run", str(path)]
         with (Path(folder) / "log").open("wb") as log:
-            server = subprocess.Popen(command, cwd=CHART.parents[1], env=environment, stdout=log, stderr=log)
+            server = subprocess.Popen(
+                command,
+                cwd=CHART.parents[1],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                # A shell starts background jobs with Ctrl-C ignored, which `serve run` would inherit.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            )
             try:
                 url = f"http://127.0.0.1:{port}"
                 wait_until_healthy(server, url, Path(log.name))
@@ -47,7 +56,11 @@ def test_serve_run_with_the_rendered_text_answers() -> None:
                 assert " 5" in answer["choices"][0]["text"]
             finally:
                 server.send_signal(signal.SIGINT)
-                server.wait(timeout=60)
+                try:
+                    server.wait(timeout=60)
+                except subprocess.TimeoutExpired:
+                    os.killpg(server.pid, signal.SIGKILL)
+                    raise
 
 
 def wait_until_healthy(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
