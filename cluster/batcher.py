@@ -35,7 +35,9 @@ class Sequence:
     expected_confidences: list[float] = field(default_factory=list)
     """What its next block is expected to have: what the budget reckons with."""
     began_seconds: float = 0.0
-    """When its first token came, on the engine's clock."""
+    """When its first token came from this engine, on its clock; 0 before."""
+    began_output: int = 0
+    """Output tokens up to that one."""
     num_rounds: int = 0
     num_drafted: int = 0
     num_verified: int = 0
@@ -138,7 +140,7 @@ class Plan:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Rows beyond one anchor per sequence."""
+        """Rows of chunks that are more than one anchor."""
         return sum(chunk.num_rows for chunk in self.chunks if chunk.num_rows > 1)
 
 

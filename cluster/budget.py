@@ -37,7 +37,7 @@ def encode_survival(rows: Sequence[Sequence[float]], num_slots: int) -> bytes:
     """A report's `survival`: [R][<= num_slots] probabilities, one row per request and as long as its slot limit."""
     table = np.zeros((len(rows), num_slots))
     for r, row in enumerate(rows):
-        table[r, : len(row)] = row
+        table[r, : len(row)] = np.maximum(row, 1 / LEVELS)  # 0 is a slot that may not be verified
     return np.rint(table * LEVELS).astype(np.uint8).tobytes()
 
 

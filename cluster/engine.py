@@ -31,6 +31,7 @@ from cluster.messages import (
     Request,
     SlaTier,
     Span,
+    StepPrediction,
     StepResult,
     TokenEvent,
     VerifyRound,
@@ -130,7 +131,7 @@ class Engine:
         draft = self._draft(plan, rows)
         draft_seconds = self._clock() - draft_started
         self._admit(plan, lease)
-        predicted_seconds, plain_seconds = self._scheduler.predict(plan)
+        predicted = self._scheduler.predict(plan)
         outcomes, forward = self._verify(plan, draft, rows)
         events, rounds = self._commit(plan, outcomes, forward)
 
@@ -147,8 +148,7 @@ class Engine:
             rounds=tuple(rounds),
             mode=mode,
             cap=plan.max_drafts,
-            predicted_seconds=predicted_seconds,
-            plain_seconds=plain_seconds,
+            predicted=predicted and StepPrediction(*predicted),
             num_running=self.num_running,
             num_free_kv_blocks=self._pool.num_free,
             num_preempted=plan.num_preempted,
@@ -238,10 +238,10 @@ class Engine:
         for chunk in plan.chunks:
             sequence = chunk.sequence
             outcome = outcomes.get(sequence.request_id)
-            if outcome and sequence.num_output:  # the prompt's own token is no round
+            if outcome and sequence.num_output and chunk.num_rows == 1:
                 rounds.append(self._count(chunk, outcome))
-            elif outcome:
-                sequence.began_seconds = self._clock()
+            elif outcome and not sequence.began_seconds:  # the token that a prompt ends in is no round
+                sequence.began_seconds, sequence.began_output = self._clock(), sequence.num_output + 1
             self._batcher.commit(chunk, outcome.token_ids if outcome else [])
             if outcome and outcome.finish_reason:
                 events.append(self._finish(sequence, outcome.finish_reason, outcome))

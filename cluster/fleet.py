@@ -25,8 +25,8 @@ from cluster.sps import CostCurve
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_MAX_TRIED = 18
-"""With promises, so many T's at most are tried, those that could be worth most: the best of all is near them."""
+_TRIED_AT_ONCE = 16
+"""With promises, T's are tried so many at a time, those first that could be worth most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +106,11 @@ class _Loads:
 
     def lease(self, q: int, best: int, kept: int, tiers: Sequence[SlaTier], min_gain: float) -> list[BudgetLease]:
         rates = self.rates[q]
-        gain = rates[best] - rates[kept]
+        worth_kept = rates[kept]
+        gain = rates[best] - worth_kept
         if any(tier.min_tokens_per_second and tier.weight > 1 for tier in tiers):
-            best, gain = self._with_promises(q, kept, tiers)
-        option = best if gain > min_gain * rates[kept] else kept
+            best, gain, worth_kept = self._with_promises(q, kept, tiers)
+        option = best if gain > min_gain * worth_kept else kept
         ranks = range(self.starts[q], self.starts[q] + len(self.groups[q].reports))
         epochs = [lease.epoch + 1 for lease in self.groups[q].previous] or [0] * len(ranks)
         if option == 0:
@@ -134,8 +135,8 @@ class _Loads:
         last_survival = self.cumulative_IS[i, cap] - self.cumulative_IS[i, max(cap - 1, 0)]
         return float(min(self.rates[q, option] * last_slot_seconds, last_survival))
 
-    def _with_promises(self, q: int, kept: int, tiers: Sequence[SlaTier]) -> tuple[int, float]:
-        """The best option when promised tokens count more, and how much it is worth over the kept one.
+    def _with_promises(self, q: int, kept: int, tiers: Sequence[SlaTier]) -> tuple[int, float, float]:
+        """The best option when promised tokens count more, how much it is worth over the kept one, and what that is.
 
         Options are tried in order of what they could be worth at most, until the next can't be better.
         """
@@ -155,14 +156,16 @@ class _Loads:
 
         none = np.zeros(1, dtype=np.int64)
         values = {0: float(sum(rank.weighted_tokens(none, without)[0] for rank in promises) / without[0])}
-        tried = np.argsort(-bounds, kind="stable")[:_MAX_TRIED] + 1
         if kept:
-            tried = np.append(kept, tried[tried != kept])
-        for options in (tried[:2], tried[2:]):
-            if len(options) and bounds[options - 1].max() > max(values.values()):
-                values.update(zip(options.tolist(), worth(options), strict=True))
+            values[kept] = worth(np.array([kept]))[0]
+        tried = np.argsort(-bounds, kind="stable") + 1
+        for start in range(0, len(tried), _TRIED_AT_ONCE):
+            options = tried[start : start + _TRIED_AT_ONCE]
+            if bounds[options[0] - 1] <= max(values.values()):
+                break
+            values.update(zip(options.tolist(), worth(options), strict=True))
         best = max(values, key=lambda option: (values[option], -option))
-        return best, values[best] - values.get(kept, values[0])
+        return best, values[best] - values[kept], values[kept]
 
 
 def _cumulative(reports: Sequence[LoadReport]) -> tuple[Array, Ints]:

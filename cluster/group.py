@@ -22,7 +22,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cluster.config import EngineConfig
@@ -128,7 +128,7 @@ class Followers:
             except RayTaskError as error:
                 told = witnesses if isinstance(error.cause, GroupError) else causes
                 told.append(f"{name} failed: {type(error.cause).__name__}: {error.cause}")
-            except RayActorError as error:
+            except RayError as error:  # its process or node died, or never started
                 causes.append(f"{name} died: {' '.join(str(error).split())}")
         return "; ".join(causes or witnesses)
 
@@ -315,12 +315,14 @@ def _free_address() -> str:
 def _published(group: str, timeout_seconds: float) -> str:
     """What the first leader of a group said. GroupError when it doesn't come."""
     deadline = time.monotonic() + timeout_seconds
-    while time.monotonic() < deadline:
+    while (left := deadline - time.monotonic()) > 0:
         try:
-            address: str = ray.get(ray.get_actor(group, NAMESPACE).init_method.remote(), timeout=timeout_seconds)
+            address: str = ray.get(ray.get_actor(group, NAMESPACE).init_method.remote(), timeout=left)
             return address
         except ValueError:  # not there yet
             time.sleep(0.1)
+        except RayError as error:
+            raise GroupError(f"the first replica of the group is lost: {' '.join(str(error).split())}") from error
     raise GroupError(f"the first replica of the group did not start within start_timeout_s = {timeout_seconds:g}")
 
 

@@ -28,6 +28,8 @@ REFRESH_EVERY_STEPS = 8
 EXPECTATION_RATE = 0.2
 """How fast expected confidences follow the drafted ones. A block says little about the next block of its request, so a
 budget made from the last one alone would give a good block the room of the bad one before it."""
+PROBE_RATE = 0.5
+"""The same for what a probe finds: there is one in so many steps."""
 REPORT_AGE_STEPS = 2
 """The budget may only use confidences that are at least so old."""
 
@@ -86,12 +88,13 @@ class LocalScheduler:
 
     def drafted(self, sequences: Seq[Sequence], num_slots: int) -> None:
         """Learn from the confidences of these sequences' new blocks; there are none when the step drafts nothing."""
+        rate = PROBE_RATE if self._num_steps_undrafted >= PROBE_EVERY_STEPS else EXPECTATION_RATE
         self._num_steps_undrafted = 0 if sequences else self._num_steps_undrafted + 1
         for slot in range(num_slots):
             for sequence in sequences:
-                _follow(sequence.expected_confidences, slot, sequence.confidences[slot])
+                _follow(sequence.expected_confidences, slot, sequence.confidences[slot], rate)
             mean = sum(sequence.confidences[slot] for sequence in sequences) / len(sequences)
-            _follow(self._expected_confidences, slot, mean)
+            _follow(self._expected_confidences, slot, mean, rate)
 
     def admit(self, plan: Plan, lease: BudgetLease) -> list[int]:
         """The lengths of the prefixes to verify, one for each drafted chunk of the plan."""
@@ -124,14 +127,14 @@ class LocalScheduler:
         self._reports.append(report)
         return report
 
-    def predict(self, plan: Plan) -> tuple[float | None, float | None]:
-        """Seconds that the curve expects of the plan, and of the same step without drafts; None without a curve."""
+    def predict(self, plan: Plan) -> tuple[float, float, float] | None:
+        """Seconds that the curve expects of the plan, of its anchors alone, and of its prompt rows beside them."""
         if self._curve is None or not plan.chunks:
-            return None, None
-        num_drafts = sum(chunk.num_admitted for chunk in plan.drafted)
-        sizes = [plan.num_tokens, plan.num_tokens - num_drafts]
-        verify, plain = self._curve.step_seconds(sizes, plan.context_tokens).tolist()
-        return verify + self._curve.draft_seconds(len(plan.drafted)), plain
+            return None
+        without_drafts = plan.num_tokens - sum(chunk.num_admitted for chunk in plan.drafted)
+        sizes = [plan.num_tokens, without_drafts, sum(chunk.num_rows == 1 for chunk in plan.chunks)]
+        verify, plain, anchors = self._curve.step_seconds(sizes, plan.context_tokens).tolist()
+        return verify + self._curve.draft_seconds(len(plan.drafted)), anchors, plain - anchors
 
     def refresh(self, result: StepResult) -> None:
         """The curve follows the machine: every few steps it learns from the one just done."""
@@ -162,14 +165,15 @@ class LocalScheduler:
 
     def _survivals(self, sequences: Seq[Sequence], batcher: Batcher) -> bytes:
         """Rows of a report."""
-        expected = [s.expected_confidences[: batcher.draft_limit(s)] for s in sequences]
+        limits = [batcher.draft_limit(s) if s.num_pending == 1 else 0 for s in sequences]  # none inside its prompt
+        expected = [s.expected_confidences[:limit] for s, limit in zip(sequences, limits, strict=True)]
         return budget.encode_survival(list(map(budget.survival, expected)), self._max_drafts)
 
     def _paces(self, running: list[Sequence], now: float) -> bytes:
         speeds = [self._tiers[s.request.tier].min_tokens_per_second for s in running]
-        seconds = [now - s.began_seconds if s.num_output else 0.0 for s in running]
-        return sla.encode_paces(speeds, seconds, [max(s.num_output - 1, 0) for s in running])
+        seconds = [now - s.began_seconds if s.began_seconds else 0.0 for s in running]
+        return sla.encode_paces(speeds, seconds, [max(s.num_output - s.began_output, 0) for s in running])
 
 
-def _follow(expected: list[float], slot: int, seen: float) -> None:
-    expected[slot] += EXPECTATION_RATE * (seen - expected[slot])
+def _follow(expected: list[float], slot: int, seen: float, rate: float) -> None:
+    expected[slot] += rate * (seen - expected[slot])

@@ -148,7 +148,7 @@ class LoadReport:
     step: int
     survival: bytes = b""
     """uint8 [R, G], row by row: P(prefix through slot k passes) in 255ths, from the confidences of the report's step;
-    0 where a slot may not be verified (or would pass once in 500 times). See budget.encode_survival."""
+    0 where a slot may not be verified. See budget.encode_survival."""
     tiers: bytes = b""
     """uint8 [R]: each running request's place in the list of SLA tiers."""
     paces: bytes = b""
@@ -230,6 +230,17 @@ class VerifyRound:
 
 
 @dataclass(frozen=True, slots=True)
+class StepPrediction:
+    """What the cost curve expects of a step, in seconds."""
+
+    step_seconds: float
+    anchors_seconds: float
+    """Of one token for each request that decodes, and nothing else: plain decoding."""
+    prompts_seconds: float
+    """What prompt rows add to that."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What one engine step did."""
 
@@ -245,10 +256,8 @@ class StepResult:
     mode: SchedulerMode = "plain"
     cap: int = 0
     """Draft tokens that this step was allowed to verify."""
-    predicted_seconds: float | None = None
-    """What the cost curve expected of this step; None without a curve."""
-    plain_seconds: float | None = None
-    """What it expects of the same step without its drafts: one token for each round."""
+    predicted: StepPrediction | None = None
+    """None without a cost curve."""
     num_running: int = 0
     num_free_kv_blocks: int = 0
     num_preempted: int = 0

@@ -121,13 +121,13 @@ class EngineMetrics:
         self._step_tokens.observe(result.num_tokens)
         if result.report.drafted:
             self._draft_seconds.observe(result.draft_seconds)
-        if result.predicted_seconds is not None:
-            self._predicted.inc(result.predicted_seconds)
+        if result.predicted is not None:
+            expected = result.predicted
+            self._predicted.inc(expected.step_seconds)
             self._measured.inc(result.seconds)
-            self._ratio.observe(result.seconds / result.predicted_seconds)
-        if result.plain_seconds is not None:
-            num_emitted = sum(1 + verify_round.num_accepted for verify_round in result.rounds)
-            self._plain.inc(result.plain_seconds * (num_emitted / len(result.rounds) if result.rounds else 1.0))
+            self._ratio.observe(result.seconds / expected.step_seconds)
+            emitted_per_round = sum(1 + r.num_accepted for r in result.rounds) / max(len(result.rounds), 1)
+            self._plain.inc(expected.anchors_seconds * emitted_per_round + expected.prompts_seconds)
         self._running.set(result.num_running)
         self._waiting.set(result.report.num_waiting)
         self._preemptions.inc(result.num_preempted)

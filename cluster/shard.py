@@ -93,7 +93,15 @@ class Shard:
         wanted = mesh.leads and config.drafter_source is not None and config.num_speculative_tokens != 0
         if wanted and mesh.device.type != "cpu":
             raise ValueError("drafter_source: drafting on GPUs is not supported yet; leave it out for plain decoding")
-        drafter = _load_drafter(resolve_source(str(config.drafter_source)), decoder, folder, mesh) if wanted else None
+        drafter = None
+        if wanted:
+            drafter = _load_drafter(resolve_source(str(config.drafter_source)), decoder, folder, mesh)
+            if config.max_model_len > drafter.config.max_position_embeddings:
+                raise ValueError(
+                    f"max_model_len is {config.max_model_len}, but the drafter's positions end at "
+                    f"{drafter.config.max_position_embeddings}"
+                )
+            drafter.freeze()
         shard = cls(decoder, drafter, config, mesh)
         mesh.meet()  # a rank may load for longer than any later step may take
         if decoder.moe_layers:
@@ -238,6 +246,4 @@ def _load_drafter(folder: Path, decoder: Decoder, target: Path, mesh: Mesh) -> D
             embedding = head = checkpoint.read("model.embed_tokens.weight").clone()
         if not decoder.config.tie_word_embeddings:
             head = checkpoint.read("lm_head.weight")
-        drafter = load_checkpoint(folder, embedding, head, decoder.dtype)
-    drafter.freeze()
-    return drafter
+        return load_checkpoint(folder, embedding, head, decoder.dtype)

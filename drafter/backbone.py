@@ -46,6 +46,9 @@ class Backbone(nn.Module):
         context_keys and context_values [L, B, T, H, C]; visible [B, A, T] bool: rows strictly before the anchor.
         """
         slots = positions[..., None] + torch.arange(embedded.shape[2], device=positions.device)
+        slots = slots.clamp(
+            max=self.config.max_position_embeddings - 1
+        )  # those behind the last position are never drawn
         rotary = self.rotary(slots, embedded.dtype)
         hidden_rows = ~visible[:, None, :, None, :]
         x = embedded

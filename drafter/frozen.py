@@ -70,7 +70,8 @@ class FrozenBackbone:
         self, embedded: Tensor, positions: Tensor, context_keys: Tensor, context_values: Tensor, visible: Tensor
     ) -> Tensor:
         """As Backbone.forward with A = 1: embedded [R, 1, G, D] -> h [R, 1, G, D]."""
-        slots = positions + torch.arange(embedded.shape[2], device=positions.device)
+        # Slots behind the last position are computed like the others and never drawn.
+        slots = (positions + torch.arange(embedded.shape[2], device=positions.device)).clamp(max=len(self._cos) - 1)
         rotary = self._rotary(slots)
         mask = None
         if not visible.all():

@@ -85,8 +85,9 @@ class Rollout:
         if keep_inputs and drafter.confidence_head is not None:
             drafter.confidence_head.register_forward_pre_hook(self._see_inputs)
 
-    def _see_inputs(self, _head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self._inputs = torch.cat(inputs, dim=-1)
+    def _see_inputs(self, _head: nn.Module, inputs: tuple[Tensor, Tensor | None]) -> None:
+        hidden, previous = inputs
+        self._inputs = hidden if previous is None else torch.cat((hidden, previous.to(hidden.dtype)), dim=-1)
 
     @torch.inference_mode()
     def run(self, conversations: Sequence[Conversation], batch_size: int) -> Rounds:

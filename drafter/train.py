@@ -258,6 +258,8 @@ def _vocabulary(arguments: argparse.Namespace, responses: list[Response], target
         torch.save(ids, path)
     ids = torch.load(path, weights_only=True)
     assert isinstance(ids, Tensor)
+    if len(ids) != arguments.draft_vocabulary:
+        raise ValueError(f"--draft-vocabulary: the run in {arguments.output} has one of {len(ids)} tokens; keep it")
     return ids
 
 

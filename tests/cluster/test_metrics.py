@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.messages import LoadReport, StepResult, TokenEvent, VerifyRound
+from cluster.messages import LoadReport, StepPrediction, StepResult, TokenEvent, VerifyRound
 from cluster.metrics import EngineMetrics, Exposition, ServiceMetrics, merge
 from ops.metrics_reference import reference
 
@@ -67,7 +67,14 @@ def test_a_prefix_counts_once_at_each_of_its_positions() -> None:
 def test_load_and_step_times() -> None:
     metrics = EngineMetrics(num_kv_blocks=10, block_size=1)
     event = TokenEvent("a", (5, 6, 7))
-    step = replace(STEP, events=(event,), num_running=2, num_free_kv_blocks=4, num_preempted=1, predicted_seconds=0.02)
+    step = replace(
+        STEP,
+        events=(event,),
+        num_running=2,
+        num_free_kv_blocks=4,
+        num_preempted=1,
+        predicted=StepPrediction(0.02, 0.01, 0.0),
+    )
     metrics.observe_step(replace(step, num_prompt_tokens=30, num_cached_prompt_tokens=16))
     seen = values(metrics.text())
     assert seen["dspark_requests_running",] == 2
@@ -83,12 +90,13 @@ def test_load_and_step_times() -> None:
 
 def test_plain_decoding_needs_one_step_for_each_token_of_a_round() -> None:
     metrics = EngineMetrics(num_kv_blocks=10, block_size=4)
-    step = replace(STEP, predicted_seconds=0.03, plain_seconds=0.02)
+    step = replace(STEP, predicted=StepPrediction(0.05, 0.02, 0.01))
     metrics.observe_step(replace(step, rounds=(VerifyRound(4, 4, 3), VerifyRound(4, 4, 0))))  # 5 tokens of 2 requests
-    metrics.observe_step(step)  # prefill alone: as long without speculation
+    # A prompt alone takes as long without speculation.
+    metrics.observe_step(replace(STEP, predicted=StepPrediction(0.02, 0.0, 0.02)))
     metrics.observe_step(STEP)  # no curve, no opinion
     seen = values(metrics.text())
-    assert seen["dspark_step_plain_seconds_total",] == pytest.approx(0.02 * 2.5 + 0.02)
+    assert seen["dspark_step_plain_seconds_total",] == pytest.approx(0.02 * 2.5 + 0.01 + 0.02)
     assert seen["dspark_step_measured_seconds_total",] == pytest.approx(0.06)
 
 

@@ -126,6 +126,17 @@ def test_rows_of_a_batch_do_not_see_each_other() -> None:
         torch.testing.assert_close(together.probabilities[one], alone.probabilities, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("freeze", [False, True])
+def test_a_block_may_reach_past_the_last_position(freeze: bool) -> None:
+    """The engine draws only what fits; the slots behind it must not end the step."""
+    model = random_drafter(drafter_config(max_position_embeddings=32))
+    if freeze:
+        model.freeze()
+    context = (x[:, None] for x in model.project_context(torch.randn(30, 320), torch.arange(30)))
+    anchor = torch.tensor([30])
+    assert model.propose(torch.tensor([5]), anchor, *context, anchor, greedy, 1).tokens.shape == (1, 1)
+
+
 def test_taps_follow_the_paper() -> None:
     assert default_target_layer_ids(36) == (1, 9, 17, 25, 33)
 
