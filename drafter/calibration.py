@@ -81,7 +81,7 @@ def fit_head(rounds: Rounds, weight: Tensor, bias: float) -> HeadFit:
     The penalty on the squared distance, in units of each input's deviation, is the one of highest likelihood on
     conversations that were left out.
     """
-    if len(rounds.conversation.unique()) < _NUM_FOLDS:
+    if len(set(rounds.conversation.tolist())) < _NUM_FOLDS:
         raise ValueError(f"--prompts: {_NUM_FOLDS} conversations are the least that calibration can be checked on")
     logistic = _Logistic(rounds, weight, bias)
     folds = rounds.conversation % _NUM_FOLDS
