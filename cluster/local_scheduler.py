@@ -22,8 +22,8 @@ PLAIN = BudgetLease(cap=0)
 PROBE_EVERY_STEPS = 64
 """A step that skips drafting learns nothing about drafts: after so many in a row, one drafts to look again."""
 LEASE_STEPS = 4
-"""A lease stands for so many steps while the same requests run: what it rests on changes slowly, and the search is not
-free."""
+"""A lease stands for so many steps while the same requests decode: what it rests on changes slowly, and searching costs
+time."""
 REFRESH_EVERY_STEPS = 8
 EXPECTATION_RATE = 0.2
 """How fast expected confidences follow the drafted ones. A block says little about the next block of its request, so a
@@ -70,9 +70,10 @@ class LocalScheduler:
         if len(self._reports) < REPORT_AGE_STEPS:
             return UNLIMITED, "bypass"
         self._num_steps_leased += 1
-        if self._num_steps_leased >= LEASE_STEPS or self._leased_for != batcher.running:
+        decoding = [sequence for sequence in batcher.running if sequence.num_pending == 1]
+        if self._num_steps_leased >= LEASE_STEPS or self._leased_for != decoding:
             self._last_lease, self._leased_mode = self._search(self._curve, batcher)
-            self._leased_for, self._num_steps_leased = list(batcher.running), 0
+            self._leased_for, self._num_steps_leased = decoding, 0
         if self._last_lease.cap == 0 and self._num_steps_undrafted >= PROBE_EVERY_STEPS:
             return BudgetLease(cap=max(self._max_drafts, len(batcher.running))), "local"
         return self._last_lease, self._leased_mode
@@ -150,9 +151,11 @@ class LocalScheduler:
         report, size, running = self._reports[0], self._max_drafts, batcher.running
         known = {name: index for index, name in enumerate(report.request_ids)}
         places = [known.get(sequence.request_id) for sequence in running]
+        rows = [b"" if place is None else report.survival[place * size :][:size] for place in places]
+        # Who was absent or inside its prompt then has not been drafted since, so what is expected of it is no younger.
         rows = [
-            self._survivals([sequence], batcher) if place is None else report.survival[place * size :][:size]
-            for sequence, place in zip(running, places, strict=True)
+            row if any(row) else self._survivals([sequence], batcher)
+            for sequence, row in zip(running, rows, strict=True)
         ]
         paces = [budget.PACE if place is None else report.paces[place] for place in places] if report.paces else []
         return replace(

@@ -222,7 +222,6 @@ def test_a_promise_shortens_the_step_as_far_as_its_weight_goes() -> None:
         seconds.append(seconds_of([rank], [lengths], curve))
     assert seconds[0] > seconds[1] >= seconds[2]
     assert tokens_of(rank, lengths)[-1] >= 50 * seconds[2]
-    assert lengths[-1] >= 1, "what it needs comes before better drafts of others"
 
 
 def test_budgets_do_not_flap_and_lockstep_keeps_its_rows() -> None:
@@ -265,7 +264,8 @@ def test_a_report_of_256_requests_is_small() -> None:
         drafted=True,
     )
     assert len(pickle.dumps(report)) <= 4096
-    assert np.abs(survival_levels(report) / LEVELS - table).max() <= 0.5 / LEVELS + 1e-12
+    held = np.maximum(table, 1 / LEVELS)  # 0 would be a slot that may not be verified
+    assert np.abs(survival_levels(report) / LEVELS - held).max() <= 0.5 / LEVELS + 1e-12
 
 
 # --- promises and causality in admit ---

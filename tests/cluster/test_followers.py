@@ -142,7 +142,7 @@ def test_a_model_that_cannot_be_divided_is_refused(cluster: None, tmp_path: Path
         )
     ).save_pretrained(tmp_path)
     actor = start_engine(config(tmp_path), "odd")
-    with pytest.raises(EngineDeadError, match="can't be divided over 2 tensor-parallel ranks"):
+    with pytest.raises(EngineDeadError, match="can't be divided over 2 ranks"):
         ray.get(actor.ready.remote())
     ray.kill(actor)
     eventually(lambda: not processes("Follower"), "no follower is left")
