@@ -6,6 +6,7 @@ The real thing, with processes that are killed, is in test_ranks.py and test_rob
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,7 +74,7 @@ async def test_an_undisturbed_stream_is_passed_on() -> None:
     fleet = Fleet([(), (event(5), event(6)), (event(7, finish_reason="stop", stats=STATS),)])
     assert await fleet.run() == [5, 6, 7]
     assert fleet.delivered[-1].stats == STATS
-    assert fleet.requests == [REQUEST]
+    assert fleet.requests == [replace(REQUEST, request_id="r-1")]
     assert fleet.num_migrations == 0
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from conftest import Server, actor_processes, application, eventually
@@ -61,6 +62,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Tin
 @pytest.fixture(scope="module")
 def pair(serve_port: int, llama: TinyModel) -> Iterator[Server]:
     """Two replicas of two tensor-parallel ranks, each replica in a placement group of its own."""
+    _OTHERS.update(processes())
     with application(serve_port, "pair", "/pair", args(llama, 2, 0.25, tensor_parallel_size=2)) as running:
         whole(2, 2)
         yield running
@@ -70,20 +72,29 @@ def pair(serve_port: int, llama: TinyModel) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def gang(serve_port: int, mixtral: TinyModel) -> Iterator[Server]:
     """Two replicas in lockstep, which share the experts."""
+    _OTHERS.update(processes())
     with application(serve_port, "gang", "/gang", args(mixtral, 2, 0.25, data_parallel_size=2)) as running:
         whole(2, 0)
         yield running
     eventually(lambda: not processes(), "nothing is left of it")
 
 
+_OTHERS: set[int] = set()
+"""Processes of other applications of the same test session."""
+
+
+def of_this_application(name: str) -> list[psutil.Process]:
+    return [process for process in actor_processes(name) if process.pid not in _OTHERS]
+
+
 def processes() -> list[int]:
-    return [process.pid for name in ("EngineActor", "Follower") for process in actor_processes(name)]
+    return [process.pid for name in ("EngineActor", "Follower") for process in of_this_application(name)]
 
 
 def whole(num_leaders: int, num_followers: int) -> None:
     """Returns when there are just so many; a replica that is lost leaves none of its own behind."""
     eventually(
-        lambda: (len(actor_processes("EngineActor")), len(actor_processes("Follower"))) == (num_leaders, num_followers),
+        lambda: [len(of_this_application(n)) for n in ("EngineActor", "Follower")] == [num_leaders, num_followers],
         f"{num_leaders} leaders and {num_followers} followers run",
     )
 
@@ -131,7 +142,7 @@ async def outlive(server: Server, actor: str, how: signal.Signals) -> None:
         asked = [asyncio.create_task(ask(client, number, started)) for number in range(len(PROMPTS))]
         for _ in asked:
             await started.acquire()
-        actor_processes(actor)[0].send_signal(how)
+        of_this_application(actor)[0].send_signal(how)
         assert await asyncio.gather(*asked) == expected
     eventually(lambda: server.metric("dspark_requests_migrated_total") > migrated, "migrations are counted")
     eventually(
