@@ -224,7 +224,7 @@ def test_selectors_find_the_pods_they_mean() -> None:
     def selected(selector: dict[str, Any]) -> set[str]:
         return {name for name, has in labels.items() if selector["matchLabels"].items() <= has.items()}
 
-    assert selected(one("PodDisruptionBudget", values)["spec"]["selector"]) == {"head", "worker"}
+    assert selected(one("PodDisruptionBudget", values)["spec"]["selector"]) == {"worker"}
     assert selected(one("NetworkPolicy", values)["spec"]["podSelector"]) == {"head", "worker"}
     (spread,) = pods(values)["worker"]["spec"]["topologySpreadConstraints"]
     assert selected(spread["labelSelector"]) == {"worker"}
@@ -252,7 +252,7 @@ def test_monitoring_ships_the_rules_and_dashboards_with_working_links() -> None:
 
 def test_nothing_of_monitoring_is_there_unless_asked_for() -> None:
     kinds = {document["kind"] for document in objects(values_of("cpu"))}
-    assert kinds == {"RayService", "NetworkPolicy", "PodDisruptionBudget"}
+    assert kinds == {"RayService", "NetworkPolicy"}
 
 
 # --- the image ---
