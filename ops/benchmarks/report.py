@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "ops" / "results"
-SPEEDUP, GREEDY, PEERS = (RESULTS / name for name in ("speedup.json", "speedup_greedy.json", "peers.json"))
+SPEEDUP, ALONE, PEERS = (RESULTS / name for name in ("speedup.json", "speedup_alone.json", "peers.json"))
 DRAFTER = RESULTS / "drafters" / "smollm2-135m-instruct.json"
 
 Row = dict[str, Any]
@@ -188,9 +188,9 @@ def main() -> None:
     text = readme.read_text()
     if SPEEDUP.exists():
         text = fill(text, "speedup", speedup_section(json.loads(SPEEDUP.read_text())))
-    if GREEDY.exists():
-        results = json.loads(GREEDY.read_text())
-        text = fill(text, "greedy", f"{_measured_on(results)}\n\n{speedup_table(results['rows'])}")
+    if ALONE.exists():
+        results = json.loads(ALONE.read_text())
+        text = fill(text, "alone", f"{_measured_on(results)}\n\n{speedup_table(results['rows'])}")
     if DRAFTER.exists():
         text = fill(text, "drafter", drafter_section(json.loads(DRAFTER.read_text())))
     if PEERS.exists():

@@ -27,7 +27,7 @@ def test_filling_replaces_only_what_stands_between_the_markers() -> None:
 
 def test_the_readme_has_a_place_for_each_result() -> None:
     readme = (ROOT / "README.md").read_text()
-    for section in ("speedup", "greedy", "drafter", "peers"):
+    for section in ("speedup", "alone", "drafter", "peers"):
         assert fill(readme, section, "numbers") != readme
 
 
