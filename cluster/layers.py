@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.mesh import WHOLE, Mesh, Part
+from drafter.frozen import rms_norm
 from drafter.packing import FrozenLinear
 
 
@@ -108,10 +109,7 @@ class ParallelHead:
 
 
 class RMSNorm:
-    """y = x / sqrt(mean(x^2) + eps) * w over the last dimension, computed in fp32.
-
-    Written as x / hypot(|x|, sqrt(D eps)) * (w sqrt(D)): four kernels where F.rms_norm launches eight on a CPU.
-    """
+    """y = x / sqrt(mean(x^2) + eps) * w over the last dimension, computed in fp32."""
 
     def __init__(self, read: ReadWeight, name: str, eps: float) -> None:
         weight_D = read(f"{name}.weight").float()
@@ -120,8 +118,7 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D] in x's dtype."""
-        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).hypot_(self._floor)
-        return (x / norm).mul_(self._scaled_weight_D).to(x.dtype)
+        return rms_norm(x, self._scaled_weight_D, self._floor)
 
 
 class Rotary:
@@ -139,13 +136,6 @@ class Rotary:
         """(cos, signed sin), each [N, 1, C]: gathered once per step, used by every layer."""
         cos_sin = self._table_P2C.index_select(0, positions_N)
         return cos_sin[:, :1], cos_sin[:, 1:]
-
-
-def rotate_(x_NHC: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates [N, H, C] in place and returns it."""
-    cos, sin = cos_sin
-    swapped = x_NHC.roll(x_NHC.shape[-1] // 2, -1)
-    return x_NHC.mul_(cos).addcmul_(swapped, sin)
 
 
 class SwiGLU:

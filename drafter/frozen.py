@@ -32,8 +32,7 @@ class FrozenRMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., D], or [..., number of norms, D] for several, -> the same shape and dtype."""
-        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).hypot_(self._floor)
-        return (x / norm).mul_(self._scaled_weight).to(x.dtype)
+        return rms_norm(x, self._scaled_weight, self._floor)
 
 
 class FrozenBackbone:
@@ -119,6 +118,16 @@ class FrozenDraftLayer:
         x = self._output(mixed).add_(x)
         gate, up = self._gate_up(self._mlp_norm(x)).chunk(2, -1)
         return self._down(F.silu(gate).mul_(up)).add_(x)
+
+
+def rms_norm(x: Tensor, scaled_weight: Tensor, floor: Tensor) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * w over the last dimension D, in fp32, returned in x's dtype.
+
+    Written as x / hypot(|x|, sqrt(D eps)) * (w sqrt(D)): fewer kernels than F.rms_norm launches on a CPU.
+    scaled_weight: w sqrt(D), fp32; floor: sqrt(D eps).
+    """
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).hypot_(floor)
+    return (x / norm).mul_(scaled_weight).to(x.dtype)
 
 
 def rotate_(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

@@ -27,12 +27,12 @@ from cluster.layers import (
     RowParallelLinear,
     SwiGLU,
     VocabParallelEmbedding,
-    rotate_,
 )
 from cluster.mesh import Mesh
 from cluster.messages import Lockstep
 from cluster.models.mla import LatentAttention, MLAConfig
 from cluster.moe import MoE, MoEConfig
+from drafter.frozen import rotate_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

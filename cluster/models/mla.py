@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from cluster.attention import Step, ragged_attention
-from cluster.layers import ReadWeight, RMSNorm, RowParallelLinear, rotate_
+from cluster.layers import ReadWeight, RMSNorm, RowParallelLinear
 from cluster.mesh import Mesh
+from drafter.frozen import rotate_
 from drafter.packing import FrozenLinear
 
 _NORM_EPS = 1e-6

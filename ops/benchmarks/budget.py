@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from cluster.budget import LEVELS, admit
 from cluster.fleet import Group, allocate
 from cluster.messages import BudgetLease, LoadReport, SlaTier
 from cluster.sps import CostCurve, DraftSample, Provenance, VerifySample
+from ops.benchmarks.machine import median_seconds
 from ops.benchmarks.report import Row, provenance, table
 
 NOWHERE = Provenance(model="none", dtype="none", device="none", num_threads=1, versions="", date="")
@@ -50,16 +49,6 @@ def random_report(generator: np.random.Generator, num_requests: int, num_slots: 
     )
 
 
-def milliseconds(action: Callable[[], object], repeats: int) -> float:
-    action()
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - began)
-    return 1000 * statistics.median(times)
-
-
 def measure(num_replicas: int, num_requests: int, num_slots: int, repeats: int) -> list[Row]:
     """One row per question: what was decided, its size, its milliseconds, its goal."""
     generator = np.random.default_rng(0)
@@ -86,7 +75,7 @@ def measure(num_replicas: int, num_requests: int, num_slots: int, repeats: int) 
     one = f"1 x {num_requests} x {num_slots}"
     actions.append(("admit, one engine", one, lambda: admit(survival, limits, lease, needs, weights), ADMIT_GOAL_MS))
     return [
-        {"what": what, "size": sizes, "milliseconds": milliseconds(action, repeats), "goal_milliseconds": goal}
+        {"what": what, "size": sizes, "milliseconds": 1000 * median_seconds(action, repeats), "goal_milliseconds": goal}
         for what, sizes, action, goal in actions
     ]
 

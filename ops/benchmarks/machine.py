@@ -22,7 +22,8 @@ BANDWIDTH_BYTES = 1 << 29
 """Half a gigabyte: far more than any cache of such a machine."""
 
 
-def _median_seconds(action: Callable[[], object], repeats: int) -> float:
+def median_seconds(action: Callable[[], object], repeats: int) -> float:
+    """Of `repeats` runs, after one that warms up."""
     action()
     times = []
     for _ in range(repeats):
@@ -43,7 +44,7 @@ def step_seconds(decoder: Decoder, num_tokens: int, repeats: int) -> float:
         hidden, _ = decoder.forward(batch, kv)
         decoder.logits(hidden[batch.logits_rows_M])
 
-    return _median_seconds(step, repeats)
+    return median_seconds(step, repeats)
 
 
 def step_seconds_by_tokens(decoder: Decoder, repeats: int) -> dict[str, float]:
@@ -54,7 +55,7 @@ def step_seconds_by_tokens(decoder: Decoder, repeats: int) -> dict[str, float]:
 def read_bytes_per_second() -> float:
     """Measured read bandwidth of all of torch's threads together."""
     block = torch.ones(BANDWIDTH_BYTES // 4)
-    return BANDWIDTH_BYTES / _median_seconds(block.sum, repeats=9)
+    return BANDWIDTH_BYTES / median_seconds(block.sum, repeats=9)
 
 
 def weight_bytes(folder: Path, tied: bool, bytes_per_weight: int) -> int:

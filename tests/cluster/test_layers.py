@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from cluster.config import ParallelConfig
-from cluster.layers import ColumnParallelLinear, RMSNorm, Rotary, RowParallelLinear, rotate_
+from cluster.layers import ColumnParallelLinear, RMSNorm, Rotary, RowParallelLinear
 from cluster.mesh import WHOLE, Mesh, Part
+from drafter.frozen import rotate_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
