@@ -139,6 +139,8 @@ class SlaTier:
     min_tokens_per_second: float = 0.0
     weight: float = 1.0
     """Each token up to the promised speed counts as so many (at least 1): how much throughput the promise may cost."""
+    ttft_ms: float | None = None
+    """Longest wait for the first token that still keeps the promise; None promises nothing about it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +179,10 @@ class BudgetLease:
     """Rows that each rank of a lockstep group computes per step, used or not; 0 for an engine that steps alone."""
     floors: tuple[float, ...] = ()
     """By SLA tier: tokens that a request must get from each step to keep its promised speed."""
+    speeds: tuple[float, ...] = ()
+    """By SLA tier: tokens per second that one more request of it would get from this engine."""
+    temperatures: tuple[float, ...] = ()
+    """By slot: what the confidence head's logits are to be divided by. Empty: the engine keeps what it has."""
     epoch: int = 0
     duration_seconds: float = 1.0
     """A lease carries a duration, never a wall-clock time: clocks of nodes differ."""
