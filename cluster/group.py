@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from cluster.config import EngineConfig
 from cluster.engine import Engine
-from cluster.mesh import Mesh
+from cluster.mesh import Mesh, bundles_by_node
 from cluster.messages import EngineDeadError, EngineHealth, GroupError, Request, TokenEvent
 from cluster.metrics import EngineMetrics
 from cluster.profiler import cost_curve
@@ -50,8 +50,9 @@ class Place:
     """Of every rank; with "cuda", each has a GPU of its own."""
     num_cpus: float = 0
     """What each follower reserves. What the leader needs is reserved by its replica."""
-    first_bundle: int | None = None
-    """The replica's first bundle in its placement group, which has one for each rank. None: all on this node."""
+    has_bundles: bool = False
+    """Whether the placement group of this replica, or of its lockstep group, has a bundle for each rank; else all run
+    on this node."""
     group: str = ""
     """A name that only the replicas of this lockstep group know."""
     dp_rank: int = 0
@@ -59,12 +60,14 @@ class Place:
 
     def options(self, tp_rank: int, config: EngineConfig) -> dict[str, Any]:
         """Ray's options of one rank's actor."""
-        if self.first_bundle is None:
+        if not self.has_bundles:
             # Without this, an actor that reserves nothing starts on any node of the cluster.
             strategy: Any = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         else:
             group = ray.util.get_current_placement_group()
-            strategy = PlacementGroupSchedulingStrategy(group, self.first_bundle + tp_rank)
+            nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+            bundles = bundles_by_node([nodes[bundle] for bundle in range(len(nodes))], config.tensor_parallel_size)
+            strategy = PlacementGroupSchedulingStrategy(group, bundles[self.dp_rank][tp_rank])
         return {
             "num_cpus": self.num_cpus if tp_rank else 0,
             "num_gpus": int(self.device == "cuda"),

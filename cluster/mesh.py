@@ -50,6 +50,25 @@ class Part:
 WHOLE = Part()
 
 
+def bundles_by_node(nodes: Sequence[str], tp_size: int) -> list[list[int]]:
+    """`nodes[i]`, where bundle i of a group's placement lies -> the bundles of each replica's ranks.
+
+    Replica r is started in bundle r * tp_size, and there its leader is. The others are dealt so that the ranks of a
+    replica share a node where they can, or else few. Every replica comes to the same result.
+    """
+    dealt = [[first] for first in range(0, len(nodes), tp_size)]
+    free = [bundle for bundle in range(len(nodes)) if bundle % tp_size]
+    for own in dealt:  # those beside a leader, before anybody takes them from further away
+        own += [bundle for bundle in free if nodes[bundle] == nodes[own[0]]][: tp_size - 1]
+        free = [bundle for bundle in free if bundle not in own]
+    free.sort(key=lambda bundle: nodes[bundle])
+    for own in dealt:
+        num_missing = tp_size - len(own)
+        own += free[:num_missing]
+        free = free[num_missing:]
+    return dealt
+
+
 class Mesh:
     """One rank's place. `join` makes one that can talk to the others; the plain constructor only does arithmetic."""
 
@@ -191,7 +210,7 @@ class Mesh:
             return rows_ND
         gathered = rows_ND.new_empty(self.dp_size * rows_ND.shape[0], *rows_ND.shape[1:])
         with self._collective("all_gather"):
-            dist.all_gather_into_tensor(gathered, rows_ND.contiguous(), group=self._dp)
+            dist.all_gather_single(gathered, rows_ND.contiguous(), group=self._dp)
         return gathered
 
     def reduce_scatter(self, partial: Tensor) -> Tensor:
@@ -200,7 +219,7 @@ class Mesh:
             return partial
         own = partial.new_empty(partial.shape[0] // self.dp_size, *partial.shape[1:])
         with self._collective("reduce_scatter"):
-            dist.reduce_scatter_tensor(own, partial.contiguous(), group=self._dp)
+            dist.reduce_scatter_single(own, partial.contiguous(), group=self._dp)
         return own
 
     # --- tensors, among all ranks ---
@@ -222,7 +241,7 @@ class Mesh:
             return (value,)
         values = torch.empty(self.dp_size, dtype=torch.int64)
         with self._collective("agree"):
-            dist.all_gather_into_tensor(values, torch.tensor([value]), group=self._dp)
+            dist.all_gather_single(values, torch.tensor([value]), group=self._dp)
         return tuple(values.tolist())
 
     def decide(self, value: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import GangSchedulingConfig
+from ray.serve.config import GangPlacementStrategy, GangSchedulingConfig
 
 from deployments.config import LLMConfig, parse_config
 from deployments.ingress import Ingress
@@ -58,11 +58,16 @@ def build_app(config: LLMConfig) -> Application:
 def _replica_options(config: LLMConfig) -> dict[str, Any]:
     """What Serve needs to know of the replicas: how many, where, and which of them live and die together."""
     engine, options = config.engine_kwargs, config.deployment_config.model_dump(exclude_none=True)
+    strategy = config.placement_group_config.strategy if config.placement_group_config else "PACK"
     if config.reserves_bundles:
-        options["placement_group_bundles"] = [config.rank_resources] * engine.tensor_parallel_size
+        options["placement_group_bundles"] = config.bundles
     if engine.data_parallel_size > 1:
         options.setdefault("num_replicas", engine.data_parallel_size)
-        options["gang_scheduling_config"] = GangSchedulingConfig(gang_size=engine.data_parallel_size)
+        options["gang_scheduling_config"] = GangSchedulingConfig(
+            gang_size=engine.data_parallel_size, gang_placement_strategy=GangPlacementStrategy(strategy)
+        )
+    elif config.reserves_bundles:
+        options["placement_group_strategy"] = strategy
     return options
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -41,6 +41,19 @@ class RayActorOptions(_Section):
         default=0,
         ge=0,
         description="0: all ranks run where the replica does. On a cluster num_threads, so that they find nodes",
+    )
+
+
+class PlacementGroupConfig(_Section):
+    """Where the ranks of a replica find their place, instead of a bundle of just what each reserves, packed."""
+
+    bundles: tuple[dict[str, Annotated[float, Field(gt=0)]], ...] | None = Field(
+        None,
+        min_length=1,
+        description="Ray resources of each rank's bundle, in order; the first one also holds the replica itself",
+    )
+    strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = Field(
+        "PACK", description="Ray's: on few nodes or on many, as far as it goes or strictly"
     )
 
 
@@ -97,6 +110,11 @@ class HttpConfig(_Section):
 
     max_body_bytes: int = Field(default=4 << 20, ge=1024, description="Larger request bodies are refused with 413")
     submit_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a replica, then 503")
+    migration_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="Longest that a request whose engine was lost waits for another one, or for its successor",
+    )
     api_keys: ApiKeysConfig | None = Field(default=None, description="None: everybody may ask")
 
 
@@ -122,6 +140,7 @@ class LLMConfig(_Section):
     accelerator_type: str | None = Field(
         None, min_length=1, description="Ray's name of a GPU, such as H100: each rank gets one. None: ranks use CPUs"
     )
+    placement_group_config: PlacementGroupConfig | None = None
     deployment_config: DeploymentConfig = Field(default_factory=DeploymentConfig)
     http_config: HttpConfig = Field(default_factory=HttpConfig)
     unhealthy_after_s: float = Field(
@@ -142,10 +161,38 @@ class LLMConfig(_Section):
             raise ValueError(
                 "deployment_config.autoscaling_config: lockstep groups (data_parallel_size > 1) don't scale"
             )
-        if not (deployment.ray_actor_options.num_cpus or self.accelerator_type):
+        if not self.bundles:
             raise ValueError(
                 "deployment_config.ray_actor_options.num_cpus: a lockstep group (data_parallel_size > 1) reserves its "
                 "place at once, so each rank must need something; num_threads is right on a cluster"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _placed(self) -> Self:
+        placed, size = self.placement_group_config, self.engine_kwargs.tensor_parallel_size
+        if placed is None:
+            return self
+        if not self.bundles:
+            raise ValueError(
+                "placement_group_config: there is nothing to place; say what each rank needs, in bundles or in "
+                "deployment_config.ray_actor_options.num_cpus"
+            )
+        if len(self.bundles) != size:
+            raise ValueError(
+                f"placement_group_config.bundles: {len(self.bundles)} bundles for the {size} ranks of a replica"
+            )
+        for index, bundle in enumerate(self.bundles):
+            for resource, amount in self.rank_resources.items():  # an accelerator's type is added by `bundles`
+                if bundle.get(resource, 0) < amount:
+                    raise ValueError(
+                        f"placement_group_config.bundles.{index}: a rank reserves {amount:g} {resource}, and the "
+                        f"bundle has {bundle.get(resource, 0):g}"
+                    )
+        if self.engine_kwargs.data_parallel_size > 1 and placed.strategy.startswith("STRICT"):
+            raise ValueError(
+                f"placement_group_config.strategy: {placed.strategy} is not to be had for a lockstep group "
+                "(data_parallel_size > 1), whose replicas share one placement group: PACK or SPREAD"
             )
         return self
 
@@ -160,9 +207,18 @@ class LLMConfig(_Section):
         return resources
 
     @property
+    def bundles(self) -> list[dict[str, float]]:
+        """What is reserved for each rank of a replica; [] when they simply run where the replica does."""
+        if self.placement_group_config is not None and self.placement_group_config.bundles is not None:
+            hint = {name: amount for name, amount in self.rank_resources.items() if name.startswith("accelerator_type")}
+            return [{**hint, **bundle} for bundle in self.placement_group_config.bundles]
+        return [self.rank_resources] * self.engine_kwargs.tensor_parallel_size if self.rank_resources else []
+
+    @property
     def reserves_bundles(self) -> bool:
         """Whether each rank has a bundle of a placement group. One rank on CPUs is reserved by its replica alone."""
-        return bool(self.rank_resources) and (self.engine_kwargs.world_size > 1 or self.accelerator_type is not None)
+        several = self.engine_kwargs.world_size > 1 or self.accelerator_type is not None
+        return bool(self.bundles) and (several or self.placement_group_config is not None)
 
     @property
     def least_replicas(self) -> int:

@@ -283,6 +283,7 @@ class Ingress:
             choice.request,
             lambda request: ReplicaStream(self._replicas.generate.remote(request)),
             self._config.http_config.submit_timeout_s,
+            self._config.http_config.migration_timeout_s,
             self._metrics.observe_migration,
         )
 

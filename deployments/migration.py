@@ -10,7 +10,9 @@ Knows asyncio and the messages; knows nothing of HTTP, Ray or Serve, which picks
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import itertools
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,8 +20,9 @@ from cluster.messages import EngineDeadError, QueueFullError, Request, TokenEven
 
 MAX_MIGRATIONS = 3
 """A request that outlived so many engines is more likely to be what kills them."""
-RETRY_SECONDS = 0.2
+FIRST_RETRY_SECONDS = 0.2
 """Serve may pick a lost replica until it has noticed."""
+LONGEST_RETRY_SECONDS = 3.0
 
 Events = tuple[TokenEvent, ...]
 
@@ -34,6 +37,16 @@ class EventStream(Protocol):
     def cancel(self) -> None: ...
 
 
+def retry_seconds(draw: Callable[[], float] = random.random) -> Iterator[float]:
+    """How long to wait before each further attempt: twice as long each time, up to a limit.
+
+    Each is shortened by up to a half at random (`draw`: 0 to 1), so that all streams of a lost engine don't come back
+    at the same moment.
+    """
+    for attempt in itertools.count():
+        yield min(FIRST_RETRY_SECONDS * 2.0**attempt, LONGEST_RETRY_SECONDS) * (1 - draw() / 2)
+
+
 class MigratingStream:
     """Use `open`, then `forward`, once; `cancel` at any time."""
 
@@ -41,13 +54,19 @@ class MigratingStream:
         self,
         request: Request,
         send: Callable[[Request], EventStream],
-        timeout_seconds: float,
+        submit_timeout_seconds: float,
+        migration_timeout_seconds: float,
         on_migration: Callable[[], None],
     ) -> None:
-        """`timeout_seconds`: how long it may take, each time, until an engine has taken the request."""
+        """How long it may take until the first engine has taken the request, and each time another one.
+
+        They differ, because a new request can go elsewhere at once, while one that has begun waits for an engine that
+        starts anew, if need be.
+        """
         self._request = request
         self._send = send
-        self._timeout_seconds = timeout_seconds
+        self._submit_timeout_seconds = submit_timeout_seconds
+        self._migration_timeout_seconds = migration_timeout_seconds
         self._on_migration = on_migration
         self._stream: EventStream | None = None
         self._emitted: list[int] = []
@@ -57,7 +76,7 @@ class MigratingStream:
 
     async def open(self) -> None:
         """Returns when an engine has taken the request. Raises whatever it was refused with; TimeoutError."""
-        await self._submit(patient=False)
+        await self._submit(self._submit_timeout_seconds, patient=False)
 
     async def forward(self, deliver: Callable[[TokenEvent], None]) -> None:
         """Deliver every event up to the last. Raises EngineDeadError when no engine could continue."""
@@ -86,22 +105,23 @@ class MigratingStream:
             raise EngineDeadError("the replica ended the stream early")
 
     async def _migrate(self, lost: EngineDeadError) -> None:
-        """Have another engine, or the lost one's successor, continue; if none can, `lost` is what the client hears."""
+        """Have another engine, or the lost one's successor, continue; if none can, the client hears of `lost`."""
         if self._num_migrations == MAX_MIGRATIONS:
             raise lost
+        limit = self._migration_timeout_seconds
         try:
-            await self._submit(patient=True)
+            await self._submit(limit, patient=True)
         except Exception:
-            raise lost from None
+            raise EngineDeadError(f"{lost}; no other engine took over within {limit:g} s") from None
         self._num_migrations += 1
         self._on_migration()
 
-    async def _submit(self, patient: bool) -> None:
+    async def _submit(self, timeout_seconds: float, patient: bool) -> None:
         """`patient`: wait for a place in a full queue instead of passing the refusal on."""
         clock = asyncio.get_running_loop().time
-        deadline = clock() + self._timeout_seconds
+        deadline = clock() + timeout_seconds
         refusal: Exception = TimeoutError()
-        while True:
+        for pause_seconds in retry_seconds():
             self.cancel()
             self._num_submissions += 1
             # An id of its own: the engine thought lost may live, and still hold the one before.
@@ -120,6 +140,6 @@ class MigratingStream:
                 if not patient:
                     raise
                 refusal = error
-            if clock() + RETRY_SECONDS > deadline:
+            if clock() + pause_seconds > deadline:
                 raise refusal
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(pause_seconds)

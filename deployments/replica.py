@@ -143,13 +143,12 @@ class Replica:
 def _place(config: LLMConfig) -> Place:
     """Where this replica's ranks run: in its bundles of the placement group, if there is one, which a gang shares."""
     gang = serve.get_replica_context().gang_context
-    dp_rank = gang.rank if gang else 0
     return Place(
         device="cuda" if config.accelerator_type else "cpu",
         num_cpus=config.deployment_config.ray_actor_options.num_cpus,
-        first_bundle=dp_rank * config.engine_kwargs.tensor_parallel_size if config.reserves_bundles else None,
+        has_bundles=config.reserves_bundles,
         group=f"gang-{gang.gang_id}" if gang else "",
-        dp_rank=dp_rank,
+        dp_rank=gang.rank if gang else 0,
     )
 
 

@@ -92,7 +92,7 @@ def eventually(condition: Callable[[], bool], what: str, seconds: float = 240) -
         time.sleep(0.2)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -101,7 +101,7 @@ def _free_port() -> int:
 @pytest.fixture(scope="session")
 def serve_port() -> Iterator[int]:
     """Ray and Serve, without an application."""
-    port = _free_port()
+    port = free_port()
     # Not pytest's own folder: Ray puts sockets into it, whose paths must be short.
     with tempfile.TemporaryDirectory(prefix="dspark-", ignore_cleanup_errors=True) as folder:
         os.environ.pop("RAY_ADDRESS", None)

@@ -51,6 +51,31 @@ def test_ranks_are_placed_by_what_they_need() -> None:
     assert placed["placement_group_bundles"] == [{"CPU": 2, "GPU": 1, "accelerator_type:H100": 0.001}] * 2
     assert placed["gang_scheduling_config"].gang_size == 3
     assert placed["num_replicas"] == 6
+    assert "placement_group_strategy" not in placed, "a gang has one placement group, and Serve a setting of its own"
+
+
+def test_bundles_can_say_more_than_a_rank_reserves() -> None:
+    bundles = [{"CPU": 4, "GPU": 1, "island": 1}, {"CPU": 2, "GPU": 1}]
+    args = {
+        **MODEL,
+        "engine_kwargs": {"tensor_parallel_size": 2},
+        "accelerator_type": "H100",
+        "deployment_config": {"ray_actor_options": {"num_cpus": 2}},
+        "placement_group_config": {"bundles": bundles, "strategy": "STRICT_SPREAD"},
+    }
+    placed = _replica_options(parse_config(args))
+    assert placed["placement_group_bundles"] == [{"accelerator_type:H100": 0.001, **bundle} for bundle in bundles]
+    assert placed["placement_group_strategy"] == "STRICT_SPREAD"
+    build_app(parse_config({**args, "accelerator_type": None}))
+    # Without bundles, each rank's is what it reserves; one rank alone has a placement group only when asked to.
+    alone = {**MODEL, "deployment_config": {"ray_actor_options": {"num_cpus": 2}}}
+    placed = _replica_options(parse_config({**alone, "placement_group_config": {"strategy": "SPREAD"}}))
+    assert placed["placement_group_bundles"] == [{"CPU": 2}]
+    gang = {"engine_kwargs": {"data_parallel_size": 2}, "placement_group_config": {"bundles": [{"island": 1}]}}
+    placed = _replica_options(parse_config({**MODEL, **gang}))
+    assert placed["placement_group_bundles"] == [{"island": 1}]
+    spread = {**gang, "placement_group_config": {"bundles": [{"island": 1}], "strategy": "SPREAD"}}
+    assert _replica_options(parse_config({**MODEL, **spread}))["gang_scheduling_config"].gang_placement_strategy == "SPREAD"
 
 
 @pytest.mark.parametrize(
@@ -90,6 +115,34 @@ def test_ranks_are_placed_by_what_they_need() -> None:
         (
             {**MODEL, "engine_kwargs": {"data_parallel_size": 2}},
             "ray_actor_options.num_cpus: a lockstep group (data_parallel_size > 1) reserves its place at once",
+        ),
+        (
+            {**MODEL, "placement_group_config": {"strategy": "SPREAD"}},
+            "placement_group_config: there is nothing to place",
+        ),
+        (
+            {**MODEL, "placement_group_config": {"bundles": [{"CPU": 1}] * 2}},
+            "placement_group_config.bundles: 2 bundles for the 1 ranks of a replica",
+        ),
+        (
+            {**MODEL, "placement_group_config": {"bundles": [{"CPU": 1}]}, "accelerator_type": "H100"},
+            "placement_group_config.bundles.0: a rank reserves 1 GPU, and the bundle has 0",
+        ),
+        (
+            {**MODEL, "placement_group_config": {"bundles": [{"CPU": 1}], "strategy": "TIGHT"}},
+            "placement_group_config.strategy: Input should be 'PACK'",
+        ),
+        (
+            {
+                **MODEL,
+                "engine_kwargs": {"data_parallel_size": 2},
+                "placement_group_config": {"bundles": [{"CPU": 1}], "strategy": "STRICT_SPREAD"},
+            },
+            "placement_group_config.strategy: STRICT_SPREAD is not to be had for a lockstep group",
+        ),
+        (
+            {**MODEL, "placement_group_config": {"bundles": [{"CPU": 0}]}},
+            "placement_group_config.bundles.0.CPU: Input should be greater than 0",
         ),
         ({}, "model_loading_config: Field required"),
     ],

@@ -5,6 +5,7 @@ The real thing, with processes that are killed, is in test_ranks.py and test_rob
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from cluster.messages import EngineDeadError, QueueFullError, Request, RequestStats, SamplingParams, TokenEvent
-from deployments.migration import MAX_MIGRATIONS, Events, MigratingStream
+from deployments.migration import LONGEST_RETRY_SECONDS, MAX_MIGRATIONS, Events, MigratingStream, retry_seconds
 
 Script = list[Events | Exception]
 STATS = RequestStats(1, 1, 1, 1, 0, 0)
@@ -48,13 +49,13 @@ class Scripted:
 class Fleet:
     """Answers one submission after the other."""
 
-    def __init__(self, *scripts: Script, timeout_seconds: float = 60.0) -> None:
+    def __init__(self, *scripts: Script, submit_seconds: float = 60.0, migration_seconds: float = 60.0) -> None:
         self._scripts = list(scripts)
         self.requests: list[Request] = []
         self.streams: list[Scripted] = []
         self.num_migrations = 0
         self.delivered: list[TokenEvent] = []
-        self.stream = MigratingStream(REQUEST, self._send, timeout_seconds, self._migrated)
+        self.stream = MigratingStream(REQUEST, self._send, submit_seconds, migration_seconds, self._migrated)
 
     async def run(self) -> list[int]:
         await self.stream.open()
@@ -121,8 +122,8 @@ async def test_a_full_queue_refuses_a_new_request_at_once() -> None:
 
 
 async def test_without_capacity_the_client_hears_what_was_lost() -> None:
-    fleet = Fleet([(), (event(5),), EngineDeadError("rank 1 died")], [QueueFullError(1.0)], timeout_seconds=0.5)
-    with pytest.raises(EngineDeadError, match="rank 1 died"):
+    fleet = Fleet([(), (event(5),), EngineDeadError("rank 1 died")], [QueueFullError(1.0)], migration_seconds=0.5)
+    with pytest.raises(EngineDeadError, match="rank 1 died; no other engine took over within 0.5 s"):
         await fleet.run()
     assert [event.token_ids for event in fleet.delivered] == [(5,)]
 
@@ -132,3 +133,20 @@ async def test_a_request_that_ends_every_engine_is_given_up() -> None:
     with pytest.raises(EngineDeadError, match="poison"):
         await fleet.run()
     assert len(fleet.requests) == 1 + MAX_MIGRATIONS
+
+
+async def test_a_successor_may_take_longer_than_a_first_submission() -> None:
+    """Three refusals take 0.7 s at least: longer than a new request would have waited."""
+    gone = EngineDeadError("gone")
+    fleet = Fleet([(), (event(5),), gone], [gone], [gone], [gone], [(), (event(6, finish_reason="stop"),)], submit_seconds=0.1)
+    assert await fleet.run() == [5, 6]
+    with pytest.raises(EngineDeadError, match="gone"):
+        await Fleet([gone], submit_seconds=0.1).run()
+
+
+def test_attempts_become_rarer_and_do_not_come_together() -> None:
+    longest, shortest = ([*itertools.islice(retry_seconds(lambda: drawn), 9)] for drawn in (0.0, 1.0))  # noqa: B023
+    assert longest[:4] == [0.2, 0.4, 0.8, 1.6]
+    assert longest[-1] == LONGEST_RETRY_SECONDS
+    assert shortest == [seconds / 2 for seconds in longest]
+    assert len({next(retry_seconds()) for _ in range(50)}) > 10

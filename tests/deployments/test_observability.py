@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import MODEL, Server, _free_port, eventually
+from conftest import MODEL, Server, free_port, eventually
 
 from ops import prometheus
 from ops.dashboards.catalog import DASHBOARDS
@@ -68,7 +68,7 @@ def traffic(server: Server) -> Iterator[None]:
 def observed(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """Prometheus with the rules, while clients ask."""
     config = prometheus.configuration(server.url.removeprefix("http://"), FILE, scrape_seconds=1)
-    folder, listen = tmp_path_factory.mktemp("prometheus"), f"127.0.0.1:{_free_port()}"
+    folder, listen = tmp_path_factory.mktemp("prometheus"), f"127.0.0.1:{free_port()}"
     with prometheus.running(folder, listen, config) as asked, traffic(server):
         eventually(lambda: has_data(asked, RECORDED[-1]), "the rules were evaluated")
         eventually(lambda: not missing(asked), "every panel has data")

@@ -1,0 +1,177 @@
+"""Engines whose ranks lie on two nodes: what streams get when a rank dies, freezes, or loses its node.
+
+Two raylets on this machine, and the real server in front of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from conftest import Server, eventually, free_port
+from disturbed import Answer, args, nothing_is_left, outlive, streams, undisturbed
+from tiny_models import TinyModel, tiny_llama
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.server, pytest.mark.dist]
+
+MIGRATION_TIMEOUT_SECONDS = 50.0
+
+
+class Nodes:
+    """The program two_nodes.py, all of whose processes have a folder of their own in their environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = str(folder)
+        port = free_port()
+        self.server = Server(f"http://127.0.0.1:{port}")
+        token = folder / "token"
+        token.write_text(secrets.token_hex(32))
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+            "PYTHONPATH": str(ROOT),
+            "RAY_TMPDIR": self._folder,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        program = [sys.executable, str(Path(__file__).with_name("two_nodes.py")), str(port)]
+        self._program = subprocess.Popen(
+            program, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def command(self, name: str, *arguments: Any) -> Any:
+        """Its answer. Fails when the program has ended."""
+        assert self._program.stdin is not None
+        assert self._program.stdout is not None
+        self._program.stdin.write(json.dumps([name, *arguments]) + "\n")
+        self._program.stdin.flush()
+        answer = self._program.stdout.readline()
+        assert answer, f"the cluster ended during {name}"
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """The cluster ends, and nothing outlives it."""
+        assert self._program.stdin is not None
+        self._program.stdin.close()
+        self._program.wait(60)
+        try:
+            eventually(lambda: not self.processes(), "no process is left", seconds=60)
+        finally:
+            for process in self.processes():
+                process.kill()
+
+    def processes(self, actor: str = "") -> list[psutil.Process]:
+        """Its processes, or those of an actor: Ray names them so, and the kernel keeps 15 characters."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                named = not actor or process.name() == f"ray::{actor}"[:15]
+                if named and process.environ().get("RAY_TMPDIR") == self._folder:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return found
+
+    def ranks(self) -> set[psutil.Process]:
+        return {process for actor in ("EngineActor", "Follower") for process in self.processes(actor)}
+
+    def wait_until_whole(self) -> None:
+        """Two engines of two ranks, and none left over from those that were lost."""
+        eventually(
+            lambda: [len(self.processes(actor)) for actor in ("EngineActor", "Follower")] == [2, 2],
+            "two leaders and two followers run",
+        )
+        eventually(lambda: self.command("num_nodes_of_replicas") == [2, 2], "each replica lies on two nodes")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> TinyModel:
+    return tiny_llama(tmp_path_factory.mktemp("llama"), model_folder)
+
+
+@pytest.fixture(scope="module")
+def nodes(llama: TinyModel) -> Iterator[Nodes]:
+    """Two replicas, each with its two ranks on different nodes."""
+    application = {
+        **args(llama, 1, tensor_parallel_size=2),
+        "placement_group_config": {"bundles": [{"CPU": 1}, {"CPU": 1}], "strategy": "STRICT_SPREAD"},
+        "http_config": {"submit_timeout_s": 200, "migration_timeout_s": MIGRATION_TIMEOUT_SECONDS},
+    }
+    # Ray puts sockets into it, whose paths must be short.
+    with tempfile.TemporaryDirectory(prefix="dspark-", ignore_cleanup_errors=True) as folder:
+        running = Nodes(Path(folder))
+        try:
+            running.command("deploy", application)
+            # What speaks HTTP is to stay on the first node, so the second comes when it is there.
+            eventually(lambda: answers(running.server), "the ingress answers")
+            running.command("add_node")
+            eventually(running.server.healthy, "the server is healthy")
+            running.wait_until_whole()
+            yield running
+        finally:
+            running.close()
+
+
+def answers(server: Server) -> bool:
+    try:
+        return httpx.get(f"{server.url}/metrics", timeout=30).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def expected(nodes: Nodes, llama: TinyModel) -> list[Answer | BaseException]:
+    return undisturbed(nodes.server, llama)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize("actor", ["EngineActor", "Follower"])
+def test_streams_outlive_a_rank(nodes: Nodes, expected: list[Answer | BaseException], actor: str, how: Any) -> None:
+    before = nodes.ranks()
+    lost = nodes.processes(actor)[0]
+    outlive(nodes.server, expected, lambda: lost.send_signal(how))
+    nodes.wait_until_whole()
+    gone = before - nodes.ranks()
+    assert lost in gone
+    assert len(gone) == 2, "both ranks of one replica, and no other"
+
+
+def test_streams_outlive_a_node_that_is_replaced(nodes: Nodes, expected: list[Answer | BaseException]) -> None:
+    before = nodes.ranks()
+
+    def replace() -> None:
+        nodes.command("remove_node")
+        nodes.command("add_node")
+
+    outlive(nodes.server, expected, replace)
+    nodes.wait_until_whole()
+    assert not before & nodes.ranks(), "each replica had a rank there"
+
+
+def test_without_a_place_for_the_ranks_every_stream_says_why(nodes: Nodes, expected: list[Answer | BaseException]) -> None:
+    before = nodes.ranks()
+    ends = asyncio.run(streams(nodes.server, lambda: nodes.command("remove_node")))
+    for end in ends:
+        assert isinstance(end, openai.APIError)
+        assert f"no other engine took over within {MIGRATION_TIMEOUT_SECONDS:g} s" in str(end)
+    eventually(lambda: not before & nodes.ranks(), "no rank is left")
+    assert not nodes.server.healthy()
+    nodes.command("add_node")
+    eventually(nodes.server.healthy, "the server is healthy again")
+    nodes.wait_until_whole()
+    assert asyncio.run(streams(nodes.server)) == expected
+    nothing_is_left(nodes.server)
