@@ -231,7 +231,7 @@ class EngineActor:
             torch.set_num_threads(self._config.num_threads)
             shard = Shard.load(self._config, self._join())
             engine = make_engine(self._config, shard)
-            self._metrics = EngineMetrics(self._config.num_kv_blocks, engine.max_drafts)
+            self._metrics = EngineMetrics(self._config.num_kv_blocks, engine.max_drafts, lambda: shard.expert_load)
             with self._work:
                 if not self._reason:
                     self._engine.set_result(engine)

@@ -9,7 +9,7 @@ can't disagree. Position 0 is the first draft token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -28,19 +28,28 @@ ACCEPTED_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17)
 RATIO_BUCKETS = (0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0)
 TPOT_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
+EXPERT_LOAD_CHOICES = 16384
+"""So often must experts of a layer be chosen before its balance is judged anew: few choices are uneven by chance."""
 LATENCY_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
 class EngineMetrics:
     """What one engine did, step by step."""
 
-    def __init__(self, num_kv_blocks: int, block_size: int) -> None:
-        """`block_size`: draft positions that exist from the start, each at 0 (an absent series is not a zero)."""
+    def __init__(
+        self, num_kv_blocks: int, block_size: int, expert_load: Callable[[], Mapping[int, Sequence[int]]] = dict
+    ) -> None:
+        """`block_size`: draft positions that exist from the start, each at 0 (an absent series is not a zero).
+
+        `expert_load` says, by layer with experts, how often each of them has been chosen so far.
+        """
         self._num_kv_blocks = num_kv_blocks
+        self._get_expert_load = expert_load
         self.registry = registry = CollectorRegistry()
         self._build_speculation(registry)
         self._build_steps(registry)
         self._build_load(registry)
+        self._build_experts(registry)
         for mode in get_args(SchedulerMode):
             self._steps.labels(mode)
         for position in range(block_size):
@@ -113,6 +122,25 @@ class EngineMetrics:
         )
         self._generated_tokens = _counter(registry, "dspark_generated_tokens", "Tokens that the engine emitted")
 
+    def _build_experts(self, registry: CollectorRegistry) -> None:
+        self._expert_load = Gauge(
+            "dspark_expert_load_ratio",
+            "How often a layer's busiest expert is chosen over the mean of its experts, judged every "
+            f"{EXPERT_LOAD_CHOICES} choices or more: 1 is even",
+            ["layer"],
+            registry=registry,
+        )
+        self._judged: dict[int, Sequence[int]] = {}
+        """By layer: how often each expert had been chosen when that was judged last."""
+
+    def _observe_expert_load(self) -> None:
+        for layer, counts in self._get_expert_load().items():
+            before = self._judged.get(layer, [0] * len(counts))
+            recent = [count - past for count, past in zip(counts, before, strict=True)]
+            if sum(recent) >= EXPERT_LOAD_CHOICES:
+                self._expert_load.labels(str(layer)).set(max(recent) * len(recent) / sum(recent))
+                self._judged[layer] = counts
+
     def observe_step(self, result: StepResult) -> None:
         """Count one engine step."""
         self._observe_rounds(result)
@@ -160,6 +188,7 @@ class EngineMetrics:
 
     def text(self) -> str:
         """The exposition text of this registry."""
+        self._observe_expert_load()
         return generate_latest(self.registry).decode()
 
 

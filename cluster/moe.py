@@ -93,8 +93,9 @@ class MoE:
             self._correction_E = read(f"{name}.gate.e_score_correction_bias", dtype=torch.float32).clone()
         self._experts = [SwiGLU(read, f"{name}.experts.{expert}", Mesh()) for expert in self._local]
         self._shared = SwiGLU(read, f"{name}.shared_experts", mesh) if config.shared else None
-        self.load = [0] * len(self._local)
-        """Rows that each of this rank's experts has computed so far."""
+        self.load_E = torch.zeros(config.num_experts, dtype=torch.int64, device=self._router_ED.device)
+        """How often this rank has chosen each expert so far: for all rows of the group in the gathered form, for its
+        share of its replica's in the exchanged one."""
 
     def __call__(self, x_ND: Tensor, lockstep: Lockstep) -> Tensor:
         """[N, D] -> [N, D]; N may be 0 as long as some replica has a row."""
@@ -106,6 +107,13 @@ class MoE:
     def _route(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         return route(F.linear(x_ND.float(), self._router_ED), self._config, self._correction_E)
 
+    def _by_expert(self, experts_NK: Tensor) -> tuple[Tensor, list[int]]:
+        """The (row, expert) pairs [S = N * K] in order of their experts, and how many each expert has."""
+        flat_S = experts_NK.flatten()
+        counts_E = torch.bincount(flat_S, minlength=self._config.num_experts)
+        self.load_E += counts_E
+        return flat_S.argsort(stable=True), counts_E.tolist()
+
     def _gathered(self, x_ND: Tensor, num_rows: Sequence[int]) -> Tensor:
         """[N, D] -> this rank's term of the replica's sum."""
         most = max(num_rows)
@@ -115,7 +123,7 @@ class MoE:
         terms_TD = torch.zeros_like(rows_TD)
         real_T = None if whole else _real_rows(num_rows, x_ND.device)
         weights_TK, experts_TK = self._route(rows_TD if real_T is None else rows_TD[real_T])
-        order_S, counts_E = _by_expert(experts_TK, self._config.num_experts)
+        order_S, counts_E = self._by_expert(experts_TK)
         first = sum(counts_E[: self._local.start])
         counts_L = counts_E[self._local.start : self._local.stop]
         mine_S = order_S[first : first + sum(counts_L)]
@@ -131,7 +139,7 @@ class MoE:
         mesh, num_rows = self._mesh, len(x_ND)
         share = slice(num_rows * mesh.tp_rank // mesh.tp_size, num_rows * (mesh.tp_rank + 1) // mesh.tp_size)
         weights_NK, experts_NK = self._route(x_ND[share])
-        order_S, counts_E = _by_expert(experts_NK, self._config.num_experts)
+        order_S, counts_E = self._by_expert(experts_NK)
         row_S = order_S // self._config.num_experts_per_token
         num_local = len(self._local)
         sent_WL = torch.tensor(counts_E, device=x_ND.device).view(mesh.size, num_local)
@@ -151,16 +159,9 @@ class MoE:
 
     def _compute(self, rows_SD: Tensor, counts_L: list[int]) -> Tensor:
         """Rows in order of this rank's experts, counts_L[i] of the i-th -> their outputs."""
-        self.load = [total + count for total, count in zip(self.load, counts_L, strict=True)]
         parts = zip(self._experts, torch.split(rows_SD, counts_L), strict=True)
         results = [expert(rows) for expert, rows in parts if len(rows)]
         return torch.cat(results) if results else rows_SD
-
-
-def _by_expert(experts_NK: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
-    """The (row, expert) pairs [S = N * K] in order of their experts, and how many each expert has."""
-    flat_S = experts_NK.flatten()
-    return flat_S.argsort(stable=True), torch.bincount(flat_S, minlength=num_experts).tolist()
 
 
 def _real_rows(num_rows: Sequence[int], device: torch.device) -> Tensor:
@@ -205,5 +206,5 @@ def measure_crossover(
         if mesh.decide(int(seconds[1] >= seconds[0])):
             break
         crossover = size * mesh.dp_size
-    layer.load = [0] * len(layer.load)
+    layer.load_E.zero_()
     return crossover or None

@@ -104,9 +104,9 @@ class Shard:
             drafter.freeze()
         shard = cls(decoder, drafter, config, mesh)
         mesh.meet()  # a rank may load for longer than any later step may take
-        if decoder.moe_layers:
+        if moe_layers := list(decoder.moe_layers.values()):
             shard.exchange_from_rows = measure_crossover(
-                decoder.moe_layers[0], decoder.config.hidden_size, decoder.dtype, mesh
+                moe_layers[0], decoder.config.hidden_size, decoder.dtype, mesh
             )
         return shard
 
@@ -156,9 +156,9 @@ class Shard:
         return IDLE_SECONDS_REPLICAS if self.mesh.dp_size > 1 else self.mesh.timeout_seconds / 4
 
     @property
-    def expert_load(self) -> list[list[int]]:
-        """Rows that each of this rank's experts has computed so far, by layer that has experts."""
-        return [moe.load for moe in self.decoder.moe_layers]
+    def expert_load(self) -> dict[int, list[int]]:
+        """By layer that has experts: how often this rank has chosen each of them so far."""
+        return {layer: moe.load_E.tolist() for layer, moe in self.decoder.moe_layers.items()}
 
     def forward(self, spans: list[Span]) -> StepTensors | None:
         """One target pass over the rows of all spans; writes their keys and values. None without spans.

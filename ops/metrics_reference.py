@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.metrics import EngineMetrics, ServiceMetrics
+from cluster.metrics import EXPERT_LOAD_CHOICES, EngineMetrics, ServiceMetrics
 
 HEADER = """# Metrics
 
@@ -23,9 +23,16 @@ Position 0 is the first draft token after the last committed one. These hold by 
 """
 
 
+def engine_metrics() -> EngineMetrics:
+    """An engine's, each with at least one series."""
+    metrics = EngineMetrics(num_kv_blocks=1, block_size=1, expert_load=lambda: {0: [EXPERT_LOAD_CHOICES]})
+    metrics.text()  # asks for the load
+    return metrics
+
+
 def reference() -> str:
     """The whole page, Markdown."""
-    sections = [("An engine", EngineMetrics(num_kv_blocks=1, block_size=1)), ("The HTTP side", ServiceMetrics())]
+    sections = [("An engine", engine_metrics()), ("The HTTP side", ServiceMetrics())]
     lines = [HEADER]
     for title, metrics in sections:
         lines += [f"## {title}", "", "| name | type | labels | meaning |", "|---|---|---|---|"]

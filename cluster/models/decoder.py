@@ -166,9 +166,9 @@ class Decoder:
         self._num_queries_per_kv = config.num_attention_heads // mesh.tp_size // self._num_kv_heads
 
     @property
-    def moe_layers(self) -> list[MoE]:
-        """The layers that have experts."""
-        return [layer.moe for layer in self._layers if layer.moe is not None]
+    def moe_layers(self) -> dict[int, MoE]:
+        """The layers that have experts, by their place."""
+        return {index: layer.moe for index, layer in enumerate(self._layers) if layer.moe is not None}
 
     def make_kv(self, num_blocks: int, block_size: int) -> PagedKV:
         """Pages of this model's shape, for this rank's key/value heads."""
@@ -203,7 +203,7 @@ class Decoder:
     def join(self, lockstep: Lockstep) -> None:
         """Take part in the other replicas' pass without rows: this rank's experts compute theirs."""
         nothing_0D = torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=self.device)
-        for moe in self.moe_layers:
+        for moe in self.moe_layers.values():
             moe(nothing_0D, lockstep)
 
     @torch.inference_mode()

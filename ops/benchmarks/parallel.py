@@ -51,8 +51,16 @@ class Result:
 
 
 def resident_bytes() -> int:
-    """Physical memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Anonymous physical memory of this process: neither libraries nor mapped files, which come and go."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
+
+
+def free_address() -> str:
+    """Where the ranks of this machine can meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
 def run_rank(rank: int, parallel: ParallelConfig, address: str, options: argparse.Namespace, output: str) -> None:
@@ -105,10 +113,7 @@ def run_shape(shape: str, options: argparse.Namespace, output: Path) -> list[Res
     """All ranks of "DPxTP", each in a fresh process."""
     dp, tp = map(int, shape.split("x"))
     parallel = ParallelConfig(data_parallel_size=dp, tensor_parallel_size=tp)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    mp.spawn(run_rank, (parallel, address, options, str(output)), nprocs=parallel.world_size)
+    mp.spawn(run_rank, (parallel, free_address(), options, str(output)), nprocs=parallel.world_size)
     return [Result(**record) for record in json.loads(output.read_text())]
 
 

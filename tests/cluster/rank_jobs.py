@@ -111,7 +111,7 @@ def stopped_replica(mesh: Mesh, folder: Path) -> str:
 
 
 def experts(mesh: Mesh, tensors: dict[str, Tensor], config: MoEConfig, rows: list[Tensor], exchange: bool) -> Any:
-    """One layer on each replica's rows: (its output, this rank's expert load, whether a crossover was decided)."""
+    """One layer on each replica's rows: (its output, how often this rank chose each expert, whether a crossover was decided)."""
 
     def read(name: str, part: Part = WHOLE, dtype: torch.dtype | None = None) -> Tensor:
         start, end = part.range(tensors[name].shape[part.dim], name)
@@ -120,7 +120,7 @@ def experts(mesh: Mesh, tensors: dict[str, Tensor], config: MoEConfig, rows: lis
     layer = MoE(read, "mlp", config, mesh)
     lockstep = Lockstep(tuple(map(len, rows)), exchange)
     output = layer(rows[mesh.dp_rank].clone(), lockstep)
-    load = layer.load
+    load = layer.load_E.clone()
     return output, load, measure_crossover(layer, rows[0].shape[1], torch.float32, mesh)
 
 

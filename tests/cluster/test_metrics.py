@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.messages import LoadReport, StepPrediction, StepResult, TokenEvent, VerifyRound
-from cluster.metrics import EngineMetrics, Exposition, ServiceMetrics, merge
+from cluster.metrics import EXPERT_LOAD_CHOICES, EngineMetrics, Exposition, ServiceMetrics, merge
 from ops.metrics_reference import reference
 
 REPORT = LoadReport(step=0, num_prefill_tokens=0, context_tokens=0, num_waiting=3, drafted=True)
@@ -51,6 +51,20 @@ def test_accepted_length_is_one_plus_the_sum_over_positions(steps: list[list[Ver
     assert total("dspark_draft_tokens_proposed_total") == (
         total("dspark_draft_tokens_verified_total") + seen["dspark_draft_tokens_trimmed_total",]
     )
+
+
+def test_the_load_of_experts_is_judged_by_what_is_recent() -> None:
+    """Nothing is said from few choices, and an imbalance that has gone leaves no trace."""
+    load = {3: [0, 0, 0, 0], 5: [0, 0, 0, 0]}
+    metrics = EngineMetrics(num_kv_blocks=10, block_size=4, expert_load=lambda: {k: [*v] for k, v in load.items()})
+    load[5][0] = EXPERT_LOAD_CHOICES - 1
+    assert "dspark_expert_load_ratio{" not in metrics.text()
+    load[3] = [EXPERT_LOAD_CHOICES * share // 8 for share in (4, 2, 1, 1)]
+    seen = values(metrics.text())
+    assert seen["dspark_expert_load_ratio", "3"] == 2
+    assert ("dspark_expert_load_ratio", "5") not in seen
+    load[3] = [count + EXPERT_LOAD_CHOICES // 4 for count in load[3]]
+    assert values(metrics.text())["dspark_expert_load_ratio", "3"] == 1
 
 
 def test_a_prefix_counts_once_at_each_of_its_positions() -> None:

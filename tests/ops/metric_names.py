@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 
-from cluster.metrics import EngineMetrics, ServiceMetrics
+from cluster.metrics import ServiceMetrics
+from ops.metrics_reference import engine_metrics
 
 
 def known() -> set[str]:
     """Every sample name of a scrape."""
-    registries = (EngineMetrics(num_kv_blocks=1, block_size=1).registry, ServiceMetrics().registry)
+    registries = (engine_metrics().registry, ServiceMetrics().registry)
     return {sample.name for registry in registries for family in registry.collect() for sample in family.samples}
 
 
