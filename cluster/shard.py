@@ -105,9 +105,7 @@ class Shard:
         shard = cls(decoder, drafter, config, mesh)
         mesh.meet()  # a rank may load for longer than any later step may take
         if moe_layers := list(decoder.moe_layers.values()):
-            shard.exchange_from_rows = measure_crossover(
-                moe_layers[0], decoder.config.hidden_size, decoder.dtype, mesh
-            )
+            shard.exchange_from_rows = measure_crossover(moe_layers[0], decoder.config.hidden_size, decoder.dtype, mesh)
         return shard
 
     @property

@@ -118,9 +118,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         save_random_models(Path(scratch))
         dense, experts = Path(scratch) / "dense", Path(scratch) / "experts"
-        print(
-            table([measure("dense", dense, 1, 2, options.dtype), measure("experts", experts, 2, 1, options.dtype)])
-        )
+        print(table([measure("dense", dense, 1, 2, options.dtype), measure("experts", experts, 2, 1, options.dtype)]))
 
 
 if __name__ == "__main__":

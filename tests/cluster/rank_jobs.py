@@ -111,7 +111,7 @@ def stopped_replica(mesh: Mesh, folder: Path) -> str:
 
 
 def experts(mesh: Mesh, tensors: dict[str, Tensor], config: MoEConfig, rows: list[Tensor], exchange: bool) -> Any:
-    """One layer on each replica's rows: (its output, how often this rank chose each expert, whether a crossover was decided)."""
+    """One layer on each replica's rows: (its output, how often this rank chose each expert, the crossover)."""
 
     def read(name: str, part: Part = WHOLE, dtype: torch.dtype | None = None) -> Tensor:
         start, end = part.range(tensors[name].shape[part.dim], name)

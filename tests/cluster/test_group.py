@@ -10,53 +10,25 @@ from typing import Any
 import pytest
 import ray
 from ray.exceptions import RayTaskError
+from ray_engines import collect, local_ray, make_config
 from tiny_engine import greedy_truth, request
 
-from cluster.config import EngineConfig
 from cluster.group import EngineActor, start_engine
-from cluster.messages import EngineDeadError, InvalidRequestError, QueueFullError, TokenEvent
-
-ROOT = Path(__file__).parents[2]
+from cluster.messages import EngineDeadError, InvalidRequestError, QueueFullError
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    paths = f"{ROOT}:{Path(__file__).parent}"
-    ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}}, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
-def config(folder: Path, **settings: Any) -> EngineConfig:
-    defaults = {
-        "model_source": str(folder),
-        "dtype": "float32",
-        "num_threads": 1,
-        "max_model_len": 128,
-        "max_num_seqs": 4,
-        "max_num_waiting": 4,
-        "max_num_batched_tokens": 64,
-        "kv_block_size": 4,
-        "num_kv_blocks": 256,
-    }
-    return EngineConfig(**{**defaults, **settings})
+    with local_ray():
+        yield
 
 
 @pytest.fixture
 def engine(cluster: None, tiny: tuple[Path, Any]) -> Iterator[Any]:
-    actor = start_engine(config(tiny[0]), "tiny")
+    actor = start_engine(make_config(tiny[0]), "tiny")
     ray.get(actor.ready.remote())
     yield actor
     ray.kill(actor)
-
-
-def collect(engine: Any, request_ids: set[str]) -> dict[str, list[TokenEvent]]:
-    """Poll until all of them have ended."""
-    events: dict[str, list[TokenEvent]] = {request_id: [] for request_id in request_ids}
-    while not all(e and e[-1].finish_reason for e in events.values()):
-        for event in ray.get(engine.next_events.remote(), timeout=60):
-            events[event.request_id].append(event)
-    return events
 
 
 def test_requests_come_back_as_events(engine: Any, tiny: tuple[Path, Any]) -> None:
@@ -92,7 +64,7 @@ def test_errors_are_the_callers(engine: Any) -> None:
 
 
 def test_a_model_that_cannot_load_says_so(cluster: None, tmp_path: Path) -> None:
-    actor = start_engine(config(tmp_path / "nowhere"), "none")
+    actor = start_engine(make_config(tmp_path / "nowhere"), "none")
     with pytest.raises(EngineDeadError, match="nowhere"):
         ray.get(actor.ready.remote())
     health = ray.get(actor.health.remote())
@@ -119,7 +91,7 @@ class Faulty(EngineActor):
 
 @pytest.fixture
 def faulty(cluster: None, tiny: tuple[Path, Any]) -> Iterator[Any]:
-    actor = ray.remote(Faulty).options(num_cpus=0, max_concurrency=100).remote(config(tiny[0]), "faulty")
+    actor = ray.remote(Faulty).options(num_cpus=0, max_concurrency=100).remote(make_config(tiny[0]), "faulty")
     ray.get(actor.ready.remote())
     yield actor
     ray.kill(actor)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import openai
 import psutil
 import pytest
 import ray
+from processes import actor_processes, eventually
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
@@ -70,26 +70,6 @@ class Server:
         """The engine actor of this test run; None unless there is just one."""
         engines = actor_processes("EngineActor")
         return engines[0] if len(engines) == 1 else None
-
-
-def actor_processes(actor: str) -> list[psutil.Process]:
-    """The living workers of this test run that hold such an actor; Ray names them so."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if process.name().startswith(f"ray::{actor}"[:15]):  # the kernel keeps no more
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
-
-
-def eventually(condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
-    """Wait for a state that must come, however slow the machine; `seconds` only bounds a failure."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.2)
 
 
 def free_port() -> int:

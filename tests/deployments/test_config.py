@@ -75,7 +75,8 @@ def test_bundles_can_say_more_than_a_rank_reserves() -> None:
     placed = _replica_options(parse_config({**MODEL, **gang}))
     assert placed["placement_group_bundles"] == [{"island": 1}]
     spread = {**gang, "placement_group_config": {"bundles": [{"island": 1}], "strategy": "SPREAD"}}
-    assert _replica_options(parse_config({**MODEL, **spread}))["gang_scheduling_config"].gang_placement_strategy == "SPREAD"
+    placed = _replica_options(parse_config({**MODEL, **spread}))
+    assert placed["gang_scheduling_config"].gang_placement_strategy == "SPREAD"
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,8 @@ async def test_a_request_that_ends_every_engine_is_given_up() -> None:
 async def test_a_successor_may_take_longer_than_a_first_submission() -> None:
     """Three refusals take 0.7 s at least: longer than a new request would have waited."""
     gone = EngineDeadError("gone")
-    fleet = Fleet([(), (event(5),), gone], [gone], [gone], [gone], [(), (event(6, finish_reason="stop"),)], submit_seconds=0.1)
+    last: Script = [(), (event(6, finish_reason="stop"),)]
+    fleet = Fleet([(), (event(5),), gone], [gone], [gone], [gone], last, submit_seconds=0.1)
     assert await fleet.run() == [5, 6]
     with pytest.raises(EngineDeadError, match="gone"):
         await Fleet([gone], submit_seconds=0.1).run()

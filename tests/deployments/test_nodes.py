@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,9 @@ def test_streams_outlive_a_node_that_is_replaced(nodes: Nodes, expected: list[An
     assert not before & nodes.ranks(), "each replica had a rank there"
 
 
-def test_without_a_place_for_the_ranks_every_stream_says_why(nodes: Nodes, expected: list[Answer | BaseException]) -> None:
+def test_without_a_place_for_the_ranks_every_stream_says_why(
+    nodes: Nodes, expected: list[Answer | BaseException]
+) -> None:
     before = nodes.ranks()
     ends = asyncio.run(streams(nodes.server, lambda: nodes.command("remove_node")))
     for end in ends:

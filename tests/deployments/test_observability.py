@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import MODEL, Server, free_port, eventually
+from conftest import MODEL, Server, eventually, free_port
 
 from ops import prometheus
 from ops.dashboards.catalog import DASHBOARDS

@@ -1,4 +1,4 @@
-"""SmolLM2 over several ranks behind the real server, with speculation: the text of one process, in both ways to split it.
+"""SmolLM2 over several ranks behind the real server, with speculation: the text of one process, split either way.
 
 Float32 and greedy, so that texts can be compared to the letter; the other tests of ranks use tiny models.
 """

@@ -1,0 +1,28 @@
+"""Processes of this test run, and waiting for what must come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import psutil
+
+
+def actor_processes(actor: str) -> list[psutil.Process]:
+    """The living workers of this test run that hold such an actor; Ray names them so."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.name() == f"ray::{actor}"[:15]:  # the kernel keeps no more
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def eventually(condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
+    """Wait for a state that must come, however slow the machine; `seconds` only bounds a failure."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.2)
