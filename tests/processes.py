@@ -13,7 +13,7 @@ def actor_processes(actor: str) -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if process.name() == f"ray::{actor}"[:15]:  # the kernel keeps no more
+            if process.name().startswith(f"ray::{actor}"[:15]):  # the kernel keeps no more
                 found.append(process)
         except psutil.NoSuchProcess:
             continue

@@ -79,7 +79,7 @@ class Nodes:
         found = []
         for process in psutil.process_iter():
             try:
-                named = not actor or process.name() == f"ray::{actor}"[:15]
+                named = not actor or process.name().startswith(f"ray::{actor}"[:15])
                 if named and process.environ().get("RAY_TMPDIR") == self._folder:
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):

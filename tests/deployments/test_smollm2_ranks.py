@@ -35,6 +35,7 @@ def args(source: str, **engine_kwargs: Any) -> dict[str, Any]:
             "max_num_seqs": NUM_PROMPTS,
             "num_kv_blocks": 256,
             "speculation": "fixed",
+            "collective_timeout_s": 120,  # a slow machine is no lost rank
             **engine_kwargs,
         },
         "deployment_config": {"ray_actor_options": {"num_cpus": 0.25}},
