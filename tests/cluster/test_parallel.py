@@ -166,6 +166,7 @@ def close(actual: list[Tensor | None], expected: list[Tensor | None], tolerance:
         ("aabb", 2, [[0, 1], [2, 3]]),
         ("abab", 2, [[0, 1], [2, 3]]),  # leaders on one node: somebody's neighbour is elsewhere in any case
         ("abba", 2, [[0, 3], [2, 1]]),
+        ("baab", 2, [[0, 3], [2, 1]]),  # by node alone, each would get the other one's
         ("abcabc", 3, [[0, 1, 4], [3, 2, 5]]),
         ("aabbab", 3, [[0, 1, 4], [3, 2, 5]]),
         ("abc", 1, [[0], [1], [2]]),
