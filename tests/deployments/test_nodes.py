@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,10 @@ import psutil
 import pytest
 from conftest import Server, eventually, free_port
 from disturbed import Answer, args, nothing_is_left, outlive, streams, undisturbed
-from tiny_models import TinyModel, tiny_llama
+from tiny_models import TinyModel, tiny_llama, tiny_mixtral
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.server, pytest.mark.dist]
-
-MIGRATION_TIMEOUT_SECONDS = 50.0
 
 
 class Nodes:
@@ -89,41 +88,27 @@ class Nodes:
     def ranks(self) -> set[psutil.Process]:
         return {process for actor in ("EngineActor", "Follower") for process in self.processes(actor)}
 
-    def wait_until_whole(self) -> None:
-        """Two engines of two ranks, and none left over from those that were lost."""
+    def wait_until_whole(self, num_leaders: int, num_followers: int, num_groups: int) -> None:
+        """Just so many ranks run, in placement groups that span both nodes; none is left over from those lost."""
         eventually(
-            lambda: [len(self.processes(actor)) for actor in ("EngineActor", "Follower")] == [2, 2],
-            "two leaders and two followers run",
+            lambda: (
+                [len(self.processes(actor)) for actor in ("EngineActor", "Follower")] == [num_leaders, num_followers]
+            ),
+            f"{num_leaders} leaders and {num_followers} followers run",
         )
-        eventually(lambda: self.command("num_nodes_of_replicas") == [2, 2], "each replica lies on two nodes")
+        eventually(lambda: self.command("num_nodes_of_groups") == [2] * num_groups, "each group lies on two nodes")
 
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> TinyModel:
-    return tiny_llama(tmp_path_factory.mktemp("llama"), model_folder)
-
-
-@pytest.fixture(scope="module")
-def nodes(llama: TinyModel) -> Iterator[Nodes]:
-    """Two replicas, each with its two ranks on different nodes."""
-    application = {
-        **args(llama, 1, tensor_parallel_size=2),
-        "placement_group_config": {"bundles": [{"CPU": 1}, {"CPU": 1}], "strategy": "STRICT_SPREAD"},
-        "http_config": {"submit_timeout_s": 200, "migration_timeout_s": MIGRATION_TIMEOUT_SECONDS},
-    }
-    # Ray puts sockets into it, whose paths must be short.
-    with tempfile.TemporaryDirectory(prefix="dspark-", ignore_cleanup_errors=True) as folder:
-        running = Nodes(Path(folder))
-        try:
-            running.command("deploy", application)
-            # What speaks HTTP is to stay on the first node, so the second comes when it is there.
-            eventually(lambda: answers(running.server), "the ingress answers")
-            running.command("add_node")
-            eventually(running.server.healthy, "the server is healthy")
-            running.wait_until_whole()
-            yield running
-        finally:
-            running.close()
+    @contextmanager
+    def application(self, args: dict[str, Any]) -> Iterator[Server]:
+        """What speaks HTTP is to stay on the first node, so the second one comes when it is there."""
+        self.command("deploy", args)
+        eventually(lambda: answers(self.server), "the ingress answers")
+        self.command("add_node")
+        eventually(self.server.healthy, "the server is healthy")
+        yield self.server
+        self.command("delete")
+        eventually(lambda: not self.ranks(), "no rank is left")
+        self.command("remove_node")
 
 
 def answers(server: Server) -> bool:
@@ -134,46 +119,82 @@ def answers(server: Server) -> bool:
 
 
 @pytest.fixture(scope="module")
-def expected(nodes: Nodes, llama: TinyModel) -> list[Answer | BaseException]:
-    return undisturbed(nodes.server, llama)
+def nodes() -> Iterator[Nodes]:
+    # Ray puts sockets into it, whose paths must be short.
+    with tempfile.TemporaryDirectory(prefix="dspark-", ignore_cleanup_errors=True) as folder:
+        running = Nodes(Path(folder))
+        try:
+            yield running
+        finally:
+            running.close()
+
+
+def test_a_gang_that_finds_no_place_says_why_and_comes_back(
+    nodes: Nodes, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Two replicas in lockstep, each as large as a node."""
+    mixtral = tiny_mixtral(tmp_path_factory.mktemp("mixtral"), model_folder)
+    gang = {
+        **args(mixtral, 2, data_parallel_size=2),
+        "http_config": {"submit_timeout_s": 200, "migration_timeout_s": 5},
+    }
+    with nodes.application(gang) as server:
+        nodes.wait_until_whole(2, 0, 1)
+        before, expected = nodes.ranks(), undisturbed(server, mixtral)
+        for end in asyncio.run(streams(server, lambda: nodes.command("remove_node"))):
+            assert isinstance(end, openai.APIError)
+            assert "no other engine took over within 5 s" in str(end)
+        eventually(lambda: not before & nodes.ranks(), "no rank of theirs is left")
+        assert not server.healthy()
+        nodes.command("add_node")
+        nodes.wait_until_whole(2, 0, 1)
+        eventually(server.healthy, "the server is healthy again")
+        assert asyncio.run(streams(server)) == expected
+        nothing_is_left(server)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> TinyModel:
+    return tiny_llama(tmp_path_factory.mktemp("llama"), model_folder)
+
+
+@pytest.fixture(scope="module")
+def pair(nodes: Nodes, llama: TinyModel) -> Iterator[Server]:
+    """Two replicas, each with its two ranks on different nodes."""
+    bundles = {"bundles": [{"CPU": 1}, {"CPU": 1}], "strategy": "STRICT_SPREAD"}
+    with nodes.application({**args(llama, 1, tensor_parallel_size=2), "placement_group_config": bundles}) as server:
+        nodes.wait_until_whole(2, 2, 2)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def expected(pair: Server, llama: TinyModel) -> list[Answer | BaseException]:
+    return undisturbed(pair, llama)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("actor", ["EngineActor", "Follower"])
-def test_streams_outlive_a_rank(nodes: Nodes, expected: list[Answer | BaseException], actor: str, how: Any) -> None:
+def test_streams_outlive_a_rank(
+    nodes: Nodes, pair: Server, expected: list[Answer | BaseException], actor: str, how: signal.Signals
+) -> None:
     before = nodes.ranks()
     lost = nodes.processes(actor)[0]
-    outlive(nodes.server, expected, lambda: lost.send_signal(how))
-    nodes.wait_until_whole()
+    outlive(pair, expected, lambda: lost.send_signal(how))
+    nodes.wait_until_whole(2, 2, 2)
     gone = before - nodes.ranks()
     assert lost in gone
     assert len(gone) == 2, "both ranks of one replica, and no other"
 
 
-def test_streams_outlive_a_node_that_is_replaced(nodes: Nodes, expected: list[Answer | BaseException]) -> None:
+def test_streams_outlive_a_node_that_is_replaced(
+    nodes: Nodes, pair: Server, expected: list[Answer | BaseException]
+) -> None:
     before = nodes.ranks()
 
     def replace() -> None:
         nodes.command("remove_node")
         nodes.command("add_node")
 
-    outlive(nodes.server, expected, replace)
-    nodes.wait_until_whole()
+    outlive(pair, expected, replace)
+    nodes.wait_until_whole(2, 2, 2)
     assert not before & nodes.ranks(), "each replica had a rank there"
-
-
-def test_without_a_place_for_the_ranks_every_stream_says_why(
-    nodes: Nodes, expected: list[Answer | BaseException]
-) -> None:
-    before = nodes.ranks()
-    ends = asyncio.run(streams(nodes.server, lambda: nodes.command("remove_node")))
-    for end in ends:
-        assert isinstance(end, openai.APIError)
-        assert f"no other engine took over within {MIGRATION_TIMEOUT_SECONDS:g} s" in str(end)
-    eventually(lambda: not before & nodes.ranks(), "no rank is left")
-    assert not nodes.server.healthy()
-    nodes.command("add_node")
-    eventually(nodes.server.healthy, "the server is healthy again")
-    nodes.wait_until_whole()
-    assert asyncio.run(streams(nodes.server)) == expected
-    nothing_is_left(nodes.server)

@@ -35,8 +35,12 @@ class TwoNodes:
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
 
     def deploy(self, args: dict[str, Any]) -> None:
-        """Returns at once: an application may wait for nodes."""
+        """Returns at once: the application may wait for nodes."""
         serve.run_many([serve.RunTarget(build(args))], wait_for_applications_running=False)
+
+    def delete(self) -> None:
+        """The application."""
+        serve.delete("default")
 
     def add_node(self) -> None:
         self._second = self._cluster.add_node(**NODE)
@@ -50,7 +54,7 @@ class TwoNodes:
         ray.shutdown()
         self._cluster.shutdown()
 
-    def num_nodes_of_replicas(self) -> list[int]:
+    def num_nodes_of_groups(self) -> list[int]:
         """Of each placement group that has found its place."""
         groups = ray.util.placement_group_table().values()
         return [len(set(group["bundles_to_node_id"].values())) for group in groups if group["state"] == "CREATED"]
