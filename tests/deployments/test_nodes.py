@@ -96,6 +96,7 @@ class Nodes:
             ),
             f"{num_leaders} leaders and {num_followers} followers run",
         )
+        eventually(lambda: num_engines(self.server) == num_leaders, "all engines have loaded their models")
         eventually(lambda: self.command("num_nodes_of_groups") == [2] * num_groups, "each group lies on two nodes")
 
     @contextmanager
@@ -109,6 +110,11 @@ class Nodes:
         self.command("delete")
         eventually(lambda: not self.ranks(), "no rank is left")
         self.command("remove_node")
+
+
+def num_engines(server: Server) -> int:
+    """Engines that say how they are, which they do once they are ready."""
+    return httpx.get(f"{server.url}/metrics", timeout=30).text.count("\ndspark_requests_running{")
 
 
 def answers(server: Server) -> bool:
