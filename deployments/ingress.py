@@ -21,7 +21,7 @@ from typing import Any, Self
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from ray import serve
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import RayServeException
 from starlette.exceptions import HTTPException
 
@@ -118,6 +118,8 @@ class ReplicaStream:
             events: Events = await anext(self._stream)
         except RayTaskError as error:
             raise _cause(error) from None
+        except TaskCancelledError:  # by us
+            raise
         except RayError as error:  # its process or its node died, or can't be reached
             raise EngineDeadError(f"the replica's process died: {' '.join(str(error).split())}") from None
         return events

@@ -71,6 +71,7 @@ class MigratingStream:
         self._stream: EventStream | None = None
         self._emitted: list[int] = []
         self._finished = False
+        self._cancelled = False
         self._num_migrations = 0
         self._num_submissions = 0
 
@@ -87,7 +88,11 @@ class MigratingStream:
                 await self._migrate(error)
 
     def cancel(self) -> None:
-        """No more of it: the sequence is aborted. No effect on one that has finished."""
+        """No more of it: the sequence is aborted, and not continued elsewhere. No effect on one that has finished."""
+        self._cancelled = True
+        self._leave()
+
+    def _leave(self) -> None:
         if self._stream is not None:
             self._stream.cancel()
 
@@ -101,12 +106,13 @@ class MigratingStream:
                 self._finished = event.finish_reason is not None
                 # The statistics tell of the last engine only.
                 deliver(replace(event, stats=None) if self._num_migrations else event)
-        if not self._finished:
-            raise EngineDeadError("the replica ended the stream early")
+            if self._finished:  # what happens to its engine, or to the stream, is no matter any more
+                return
+        raise EngineDeadError("the replica ended the stream early")
 
     async def _migrate(self, lost: EngineDeadError) -> None:
         """Have another engine, or the lost one's successor, continue; if none can, the client hears of `lost`."""
-        if self._num_migrations == MAX_MIGRATIONS:
+        if self._cancelled or self._num_migrations == MAX_MIGRATIONS:
             raise lost
         limit = self._migration_timeout_seconds
         try:
@@ -122,7 +128,7 @@ class MigratingStream:
         deadline = clock() + timeout_seconds
         refusal: Exception = TimeoutError()
         for pause_seconds in retry_seconds():
-            self.cancel()
+            self._leave()
             self._num_submissions += 1
             # An id of its own: the engine thought lost may live, and still hold the one before.
             request_id = f"{self._request.request_id}-{self._num_submissions}"

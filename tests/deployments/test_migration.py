@@ -98,6 +98,21 @@ async def test_what_arrived_counts_as_output_of_the_next(loss: Script) -> None:
     assert [stream.cancelled for stream in fleet.streams] == [True, True, False]
 
 
+async def test_a_request_that_has_finished_is_not_sent_again() -> None:
+    fleet = Fleet([(), (event(5), event(6, finish_reason="length")), EngineDeadError("the engine died since")])
+    assert await fleet.run() == [5, 6]
+    assert len(fleet.requests) == 1
+
+
+async def test_a_request_that_nobody_wants_any_more_is_not_continued() -> None:
+    fleet = Fleet([(), (event(5),), EngineDeadError("gone")])
+    await fleet.stream.open()
+    fleet.stream.cancel()
+    with pytest.raises(EngineDeadError, match="gone"):
+        await fleet.stream.forward(fleet.delivered.append)
+    assert len(fleet.requests) == 1
+
+
 async def test_events_before_the_error_in_one_batch_are_delivered_once() -> None:
     first = [(), (event(5), event(6), event(finish_reason="abort", error="it died"))]
     fleet = Fleet(first, [(), (event(7, finish_reason="stop"),)])
