@@ -251,7 +251,8 @@ class Engine:
 
     def _count(self, chunk: Chunk, outcome: Outcome) -> VerifyRound:
         sequence = chunk.sequence
-        verify_round = VerifyRound(len(chunk.proposed), chunk.num_admitted, len(outcome.token_ids) - 1)
+        num_accepted = len(outcome.token_ids) - 1
+        verify_round = VerifyRound(len(chunk.proposed), chunk.num_admitted, num_accepted, sequence.request.tier)
         sequence.num_rounds += 1
         sequence.num_drafted += verify_round.num_proposed
         sequence.num_verified += verify_round.num_verified

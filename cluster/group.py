@@ -28,8 +28,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from cluster.config import EngineConfig
 from cluster.engine import Engine
 from cluster.mesh import Mesh
-from cluster.messages import EngineDeadError, EngineHealth, GroupError, Request, TokenEvent
-from cluster.metrics import EngineMetrics
+from cluster.messages import EngineDeadError, EngineHealth, GroupError, Request, SlaTier, TokenEvent
+from cluster.metrics import DEFAULT_TIER, EngineMetrics
 from cluster.profiler import cost_curve
 from cluster.shard import Shard
 
@@ -136,8 +136,11 @@ class Followers:
 class EngineActor:
     """One engine behind Ray. The constructor returns at once; the model loads on the step thread."""
 
-    def __init__(self, config: EngineConfig, model_name: str, place: Place | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, model_name: str, place: Place | None = None, tiers: tuple[SlaTier, ...] = ()
+    ) -> None:
         self._config = config
+        self._tiers = tiers
         self._model_name = model_name
         self._place = place or Place()
         self._followers: Followers | None = None
@@ -227,8 +230,9 @@ class EngineActor:
         try:
             torch.set_num_threads(self._config.num_threads)
             shard = Shard.load(self._config, self._join())
-            engine = make_engine(self._config, shard)
-            self._metrics = EngineMetrics(self._config.num_kv_blocks, engine.max_drafts)
+            engine = make_engine(self._config, shard, self._tiers)
+            tiers = [tier.name for tier in self._tiers] or [DEFAULT_TIER]
+            self._metrics = EngineMetrics(self._config.num_kv_blocks, engine.max_drafts, tiers)
             with self._work:
                 if not self._reason:
                     self._engine.set_result(engine)
@@ -287,10 +291,10 @@ class EngineActor:
             loop.call_soon_threadsafe(event.set)
 
 
-def make_engine(config: EngineConfig, shard: Shard) -> Engine:
+def make_engine(config: EngineConfig, shard: Shard, tiers: tuple[SlaTier, ...] = ()) -> Engine:
     """The engine that the settings describe, its cost curve measured where one is needed. ValueError says what not."""
     scheduled = config.speculation == "scheduled" and shard.drafter is not None
-    return Engine(config, shard, cost_curve(config, shard) if scheduled else None)
+    return Engine(config, shard, cost_curve(config, shard) if scheduled else None, tiers=tiers)
 
 
 def _join(config: EngineConfig, rank: int, init_method: str, device: str) -> Mesh:
@@ -326,7 +330,9 @@ def _published(group: str, timeout_seconds: float) -> str:
     raise GroupError(f"the first replica of the group did not start within start_timeout_s = {timeout_seconds:g}")
 
 
-def start_engine(config: EngineConfig, model_name: str, place: Place | None = None) -> Any:
+def start_engine(
+    config: EngineConfig, model_name: str, place: Place | None = None, tiers: tuple[SlaTier, ...] = ()
+) -> Any:
     """Start an engine's leader and return its handle; it reports ready when the model is loaded on every rank.
 
     It takes no CPU of Ray's count: what it needs is reserved by its replica, or, on a laptop, shared with HTTP.
@@ -336,4 +342,4 @@ def start_engine(config: EngineConfig, model_name: str, place: Place | None = No
     if place.group and not place.dp_rank:
         options |= {"name": place.group, "namespace": NAMESPACE}
     actor = ray.remote(EngineActor).options(max_concurrency=MAX_CONCURRENT_CALLS, **options)
-    return actor.remote(config, model_name, place)
+    return actor.remote(config, model_name, place, tiers)

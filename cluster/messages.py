@@ -42,6 +42,18 @@ class QueueFullError(DSparkError):
         return type(self), (self.retry_after_seconds,)
 
 
+class TierUnmetError(DSparkError):
+    """No replica can give what the request's tier promises, and its tier would rather be refused."""
+
+    def __init__(self, tier: str, retry_after_seconds: float) -> None:
+        super().__init__(f"no replica can keep the speed of tier {tier!r} now; retry in {retry_after_seconds:.0f} s")
+        self.tier = tier
+        self.retry_after_seconds = retry_after_seconds
+
+    def __reduce__(self) -> tuple[type, tuple[str, float]]:
+        return type(self), (self.tier, self.retry_after_seconds)
+
+
 class EngineDeadError(DSparkError):
     """The engine's process died or its step raised; the replica will be replaced."""
 
@@ -233,6 +245,8 @@ class VerifyRound:
     """The admitted prefix."""
     num_accepted: int
     """Accepted and delivered, as in RequestStats. Accepted length = 1 + num_accepted."""
+    tier: int = 0
+    """The request's place in the list of SLA tiers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ can't disagree. Position 0 is the first draft token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -21,6 +21,15 @@ from prometheus_client.samples import Sample
 from cluster.messages import FinishReason, SchedulerMode, StepResult, VerifyRound
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+DEFAULT_TIER = "default"
+"""The tier of every request where none are configured."""
+
+Promise = Literal["ttft", "speed", "answer"]
+"""What a tier promises: a first token in time, tokens at a speed, and, where either is, an answer at all."""
+Admission = Literal["met", "waited", "unmet", "unknown"]
+"""How a request with a promised speed got to its replica: one that can keep it, at once or after a wait; one that
+can't, because none could; or any, because no engine has said what it can do."""
+ShedReason = Literal["queue_full", "tier_unmet"]
 
 STEP_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -34,9 +43,14 @@ LATENCY_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 1
 class EngineMetrics:
     """What one engine did, step by step."""
 
-    def __init__(self, num_kv_blocks: int, block_size: int) -> None:
-        """`block_size`: draft positions that exist from the start, each at 0 (an absent series is not a zero)."""
+    def __init__(self, num_kv_blocks: int, block_size: int, tiers: Sequence[str] = (DEFAULT_TIER,)) -> None:
+        """`block_size`: draft positions that exist from the start, each at 0 (an absent series is not a zero).
+
+        `tiers`: the names of the SLA tiers by their place. Drafts are counted by both: block_size * len(tiers) series
+        for each of three counters.
+        """
         self._num_kv_blocks = num_kv_blocks
+        self._tiers = tiers
         self.registry = registry = CollectorRegistry()
         self._build_speculation(registry)
         self._build_steps(registry)
@@ -45,7 +59,8 @@ class EngineMetrics:
             self._steps.labels(mode)
         for position in range(block_size):
             for counter in (self._proposed, self._verified, self._accepted):
-                counter.labels(str(position))
+                for tier in tiers:
+                    counter.labels(str(position), tier)
 
     def _build_speculation(self, registry: CollectorRegistry) -> None:
         self._accepted_length = Histogram(
@@ -54,9 +69,9 @@ class EngineMetrics:
             buckets=ACCEPTED_BUCKETS,
             registry=registry,
         )
-        self._proposed = _counter(registry, "dspark_draft_tokens_proposed", "Draft tokens proposed", "position")
-        self._verified = _counter(registry, "dspark_draft_tokens_verified", "Draft tokens verified", "position")
-        self._accepted = _counter(registry, "dspark_draft_tokens_accepted", "Draft tokens accepted", "position")
+        self._proposed = _counter(registry, "dspark_draft_tokens_proposed", "Draft tokens proposed", "position", "tier")
+        self._verified = _counter(registry, "dspark_draft_tokens_verified", "Draft tokens verified", "position", "tier")
+        self._accepted = _counter(registry, "dspark_draft_tokens_accepted", "Draft tokens accepted", "position", "tier")
         self._granted = _counter(
             registry, "dspark_budget_granted_tokens", "Draft tokens that the lease or the load let the steps verify"
         )
@@ -156,7 +171,7 @@ class EngineMetrics:
             (self._accepted, verify_round.num_accepted),
         ):
             for position in range(count):
-                counter.labels(str(position)).inc()
+                counter.labels(str(position), self._tiers[verify_round.tier]).inc()
 
     def text(self) -> str:
         """The exposition text of this registry."""
@@ -166,10 +181,27 @@ class EngineMetrics:
 class ServiceMetrics:
     """What the clients of one HTTP process met."""
 
-    def __init__(self) -> None:
+    def __init__(self, tiers: Sequence[str] = (DEFAULT_TIER,)) -> None:
+        """`tiers`: the names of the SLA tiers; each has its series from the start."""
         self.registry = registry = CollectorRegistry()
+        self._build_requests(registry)
+        self._build_sla(registry)
+        for reason in get_args(FinishReason):
+            self._requests.labels(reason)
+        for tier in tiers:
+            for counter, values in (
+                (self._shed, get_args(ShedReason)),
+                (self._broken, get_args(Promise)),
+                (self._admissions, get_args(Admission)),
+            ):
+                for value in values:
+                    counter.labels(tier, value)
+            self._judged.labels(tier)
+            self._good.labels(tier)
+
+    def _build_requests(self, registry: CollectorRegistry) -> None:
         self._requests = _counter(registry, "dspark_requests", "Finished choices by finish reason", "finish_reason")
-        self._shed = _counter(registry, "dspark_requests_shed", "Requests refused with 429 because the queue was full")
+        self._shed = _counter(registry, "dspark_requests_shed", "Requests refused with 429, and why", "tier", "reason")
         self._migrated = _counter(
             registry, "dspark_requests_migrated", "Choices that another engine continued after theirs was lost"
         )
@@ -183,8 +215,20 @@ class ServiceMetrics:
         self._latency = Histogram(
             "dspark_request_seconds", "Arrival to last token", buckets=LATENCY_BUCKETS, registry=registry
         )
-        for reason in get_args(FinishReason):
-            self._requests.labels(reason)
+
+    def _build_sla(self, registry: CollectorRegistry) -> None:
+        self._judged = _counter(
+            registry, "dspark_sla_requests", "Choices of which is known whether their tier's promises were kept", "tier"
+        )
+        self._good = _counter(registry, "dspark_sla_requests_good", "Those whose tier's promises were kept", "tier")
+        self._broken = _counter(
+            registry, "dspark_sla_promises_broken", "Promises that were not kept; a choice may have several",
+            "tier", "promise",
+        )  # fmt: skip
+        self._admissions = _counter(
+            registry, "dspark_sla_admissions", "Choices with a promised speed, by how they got to a replica",
+            "tier", "outcome",
+        )  # fmt: skip
 
     def observe_request(
         self, finish_reason: FinishReason, ttft_seconds: float | None, request_seconds: float, num_tokens: int
@@ -201,9 +245,21 @@ class ServiceMetrics:
         """Count one choice that another engine goes on with."""
         self._migrated.inc()
 
-    def observe_shed(self) -> None:
-        """Count one request that was refused because the queue was full."""
-        self._shed.inc()
+    def observe_shed(self, tier: str, reason: ShedReason) -> None:
+        """Count one request that was refused with 429."""
+        self._shed.labels(tier, reason).inc()
+
+    def observe_sla(self, tier: str, broken: Sequence[Promise]) -> None:
+        """Count one choice whose tier's promises were kept, but for those that are `broken`."""
+        self._judged.labels(tier).inc()
+        if not broken:
+            self._good.labels(tier).inc()
+        for promise in broken:
+            self._broken.labels(tier, promise).inc()
+
+    def observe_admission(self, tier: str, outcome: Admission) -> None:
+        """Count how one choice got to a replica. May be called from any thread."""
+        self._admissions.labels(tier, outcome).inc()
 
     def text(self) -> str:
         """The exposition text of this registry."""

@@ -18,6 +18,7 @@ from deployments.config import LLMConfig, parse_config
 from deployments.ingress import Ingress
 from deployments.metrics_hub import MetricsHub
 from deployments.replica import Replica
+from deployments.router import router_config
 
 logger = logging.getLogger("ray.serve")
 
@@ -44,7 +45,12 @@ def build_app(config: LLMConfig) -> Application:
     )
     replicas = (
         serve.deployment(Replica)
-        .options(max_ongoing_requests=limit, logging_config=quiet, **_replica_options(config))
+        .options(
+            max_ongoing_requests=limit,
+            logging_config=quiet,
+            request_router_config=router_config(),
+            **_replica_options(config),
+        )
         .bind(config, hub)
     )
     ingress = serve.deployment(Ingress).options(

@@ -9,6 +9,7 @@ are not postponed: FastAPI could not resolve them in the copy.
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import hmac
 import os
@@ -25,13 +26,16 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from starlette.exceptions import HTTPException
 
-from cluster.messages import DSparkError, EngineDeadError, InvalidRequestError, QueueFullError
-from cluster.metrics import CONTENT_TYPE, Exposition, ServiceMetrics
+from cluster.messages import DSparkError, EngineDeadError, InvalidRequestError, QueueFullError, TierUnmetError
+from cluster.messages import Request as EngineRequest
+from cluster.metrics import CONTENT_TYPE, Exposition, ServiceMetrics, ShedReason
+from deployments.admission import Ticket
 from deployments.config import ApiKeysConfig, LLMConfig
 from deployments.generation import Generation, Streams
 from deployments.metrics_hub import PUSH_PERIOD_SECONDS
 from deployments.migration import Events, MigratingStream
 from deployments.openai import (
+    TIER_HEADER,
     Body,
     BodyT,
     ChatRequest,
@@ -40,6 +44,7 @@ from deployments.openai import (
     ModelLimits,
     error_body,
     parse_body,
+    tier_of,
     to_choices,
 )
 from deployments.responses import Json, Writer
@@ -71,6 +76,9 @@ def describe(error: Exception) -> tuple[int, Json, dict[str, str]]:
         case QueueFullError() as cause:
             retry_after = {"Retry-After": str(max(1, round(cause.retry_after_seconds)))}
             return 429, error_body(str(cause), "rate_limit_error", code="queue_full"), retry_after
+        case TierUnmetError() as cause:
+            retry_after = {"Retry-After": str(max(1, round(cause.retry_after_seconds)))}
+            return 429, error_body(str(cause), "rate_limit_error", code="tier_unmet"), retry_after
         case HTTPException() as cause:
             return cause.status_code, error_body(str(cause.detail), "invalid_request_error"), {}
         case EngineDeadError() as cause:
@@ -93,6 +101,16 @@ def _cause(error: Exception) -> Exception:
     while isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
         error = error.cause
     return error
+
+
+def _shed_reason(error: Exception) -> ShedReason | None:
+    """None: it is no refusal for want of room."""
+    match _cause(error):
+        case QueueFullError():
+            return "queue_full"
+        case TierUnmetError():
+            return "tier_unmet"
+    return None
 
 
 @app.exception_handler(Exception)
@@ -181,7 +199,8 @@ class Ingress:
             config.engine_kwargs.max_model_len, self._tokenizer.vocab_size, self._tokenizer.end_token_ids
         )
         self._keys = ApiKeys(config.http_config.api_keys)
-        self._metrics = ServiceMetrics()
+        self._tier_names = [tier.name for tier in config.tiers]
+        self._metrics = ServiceMetrics(self._tier_names)
         self._started_at = int(time.time())
         self._pusher = asyncio.get_running_loop().create_task(self._push_metrics())
 
@@ -189,20 +208,20 @@ class Ingress:
     async def chat_completions(self, request: Request) -> Response:
         """A conversation's next turn."""
         arrived_at = time.monotonic()
-        body = await self._parse(request, ChatRequest)
+        body, tier = await self._parse(request, ChatRequest)
         prompt = await asyncio.to_thread(self._tokenizer.render, body.conversation())
-        return await self._answer(body, [prompt], "chatcmpl", arrived_at)
+        return await self._answer(body, [prompt], tier, "chatcmpl", arrived_at)
 
     @app.post("/v1/completions", response_model=None)
     async def completions(self, request: Request) -> Response:
         """Continuations of prompts."""
         arrived_at = time.monotonic()
-        body = await self._parse(request, CompletionRequest)
+        body, tier = await self._parse(request, CompletionRequest)
         prompts = [
             await asyncio.to_thread(self._tokenizer.encode, prompt) if isinstance(prompt, str) else tuple(prompt)
             for prompt in body.prompts()
         ]
-        return await self._answer(body, prompts, "cmpl", arrived_at)
+        return await self._answer(body, prompts, tier, "cmpl", arrived_at)
 
     @app.get("/v1/models", response_model=None)
     async def models(self, request: Request) -> Response:
@@ -235,11 +254,13 @@ class Ingress:
         except (RayError, RayServeException, TimeoutError) as error:
             return error_response(error)
 
-    async def _parse(self, request: Request, schema: type[BodyT]) -> BodyT:
+    async def _parse(self, request: Request, schema: type[BodyT]) -> tuple[BodyT, int]:
+        """The body, and the place of its tier."""
         self._keys.check(request)
         body = parse_body(await self._read(request), schema)
         self._check_model(body.model)
-        return body
+        header = request.headers.get(TIER_HEADER)
+        return body, tier_of(body, header, self._tier_names, self._config.default_tier)
 
     async def _read(self, request: Request) -> bytes:
         limit = self._config.http_config.max_body_bytes
@@ -252,15 +273,18 @@ class Ingress:
                 )
         return bytes(data)
 
-    async def _answer(self, body: Body, prompts: list[tuple[int, ...]], prefix: str, arrived_at: float) -> Response:
+    async def _answer(
+        self, body: Body, prompts: list[tuple[int, ...]], tier: int, prefix: str, arrived_at: float
+    ) -> Response:
         request_id = f"{prefix}-{uuid.uuid4().hex}"
-        choices = to_choices(body, prompts, self._limits, request_id)
+        choices = to_choices(body, prompts, self._limits, request_id, tier)
         generation = Generation(
-            Streams([self._stream(choice) for choice in choices]),
+            Streams([self._stream(choice, arrived_at) for choice in choices]),
             choices,
             Writer(body, request_id, int(time.time()), self._tokenizer),
             self._tokenizer,
             self._metrics,
+            tier=self._config.tiers[tier].promise,
             num_prompt_tokens=sum(len(prompt) for prompt in prompts),
             arrived_at=arrived_at,
         )
@@ -271,17 +295,24 @@ class Ingress:
             events = generation.events(include_usage, lambda error: describe(error)[1])
             await anext(events)  # raises what refuses the request, while there still is a status line to say so
         except Exception as error:  # whatever it was, the client is told in OpenAI's shape
-            if isinstance(_cause(error), QueueFullError):
-                self._metrics.observe_shed()
+            if reason := _shed_reason(error):
+                self._metrics.observe_shed(self._tier_names[tier], reason)
             return error_response(error)
         return StreamingResponse(
             _closing(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
 
-    def _stream(self, choice: Choice) -> MigratingStream:
+    def _stream(self, choice: Choice, arrived_at: float) -> MigratingStream:
+        tier = self._config.tiers[choice.request.tier]
+
+        def send(request: EngineRequest, migrates: bool) -> ReplicaStream:
+            report = functools.partial(self._metrics.observe_admission, tier.name)
+            ticket = Ticket(request, tier, arrived_at + tier.longest_wait_seconds, migrates, report)
+            return ReplicaStream(self._replicas.generate.remote(request, ticket=ticket))
+
         return MigratingStream(
             choice.request,
-            lambda request: ReplicaStream(self._replicas.generate.remote(request)),
+            send,
             self._config.http_config.submit_timeout_s,
             self._metrics.observe_migration,
         )

@@ -40,11 +40,13 @@ class MigratingStream:
     def __init__(
         self,
         request: Request,
-        send: Callable[[Request], EventStream],
+        send: Callable[[Request, bool], EventStream],
         timeout_seconds: float,
         on_migration: Callable[[], None],
     ) -> None:
-        """`timeout_seconds`: how long it may take, each time, until an engine has taken the request."""
+        """`send`: submits a request; its second argument says that an engine has had it before.
+
+        `timeout_seconds`: how long it may take, each time, until an engine has taken the request."""
         self._request = request
         self._send = send
         self._timeout_seconds = timeout_seconds
@@ -97,7 +99,7 @@ class MigratingStream:
         self._on_migration()
 
     async def _submit(self, patient: bool) -> None:
-        """`patient`: wait for a place in a full queue instead of passing the refusal on."""
+        """`patient`: an engine had taken it, so wait for a place in a full queue instead of passing the refusal on."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._timeout_seconds
         refusal: Exception = TimeoutError()
@@ -107,7 +109,8 @@ class MigratingStream:
             # An id of its own: the engine thought lost may live, and still hold the one before.
             request_id = f"{self._request.request_id}-{self._num_submissions}"
             emitted = tuple(self._emitted)
-            self._stream = self._send(replace(self._request, request_id=request_id, emitted_token_ids=emitted))
+            request = replace(self._request, request_id=request_id, emitted_token_ids=emitted)
+            self._stream = self._send(request, patient)
             try:
                 async with asyncio.timeout_at(deadline):
                     await anext(self._stream)

@@ -32,7 +32,7 @@ class Replica:
         """`hub`: handle of the MetricsHub. Returns when the engine is ready; raises EngineDeadError if it can't be."""
         self._config = config
         self._hub = hub
-        self._engine = start_engine(config.engine_config(), config.model_id, _place(config))
+        self._engine = start_engine(config.engine_config(), config.model_id, _place(config), config.promises)
         # Nothing else runs in this process yet, so blocking is right: Serve learns here whether the start failed.
         ray.get(self._engine.ready.remote())
         self._queues: dict[str, asyncio.Queue[Events | EngineDeadError]] = {}

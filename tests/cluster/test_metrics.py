@@ -57,9 +57,9 @@ def test_a_prefix_counts_once_at_each_of_its_positions() -> None:
     metrics = EngineMetrics(num_kv_blocks=10, block_size=4)
     metrics.observe_step(replace(STEP, rounds=(VerifyRound(4, 3, 1), VerifyRound(4, 2, 2)), cap=6))
     seen = values(metrics.text())
-    assert [seen["dspark_draft_tokens_proposed_total", str(k)] for k in range(4)] == [2, 2, 2, 2]
-    assert [seen["dspark_draft_tokens_verified_total", str(k)] for k in range(4)] == [2, 2, 1, 0]
-    assert [seen["dspark_draft_tokens_accepted_total", str(k)] for k in range(4)] == [2, 1, 0, 0]
+    assert [seen["dspark_draft_tokens_proposed_total", str(k), "default"] for k in range(4)] == [2, 2, 2, 2]
+    assert [seen["dspark_draft_tokens_verified_total", str(k), "default"] for k in range(4)] == [2, 2, 1, 0]
+    assert [seen["dspark_draft_tokens_accepted_total", str(k), "default"] for k in range(4)] == [2, 1, 0, 0]
     assert seen["dspark_budget_granted_tokens_total",] == 6
     assert seen["dspark_draft_tokens_trimmed_total",] == 3
 
@@ -116,10 +116,10 @@ def test_requests_as_clients_feel_them() -> None:
     metrics.observe_request("stop", ttft_seconds=0.2, request_seconds=1.2, num_tokens=11)
     metrics.observe_request("length", ttft_seconds=0.2, request_seconds=0.2, num_tokens=1)
     metrics.observe_request("abort", ttft_seconds=None, request_seconds=0.1, num_tokens=0)
-    metrics.observe_shed()
+    metrics.observe_shed("default", "queue_full")
     seen = values(metrics.text())
     assert [seen["dspark_requests_total", reason] for reason in ("stop", "length", "abort")] == [1, 1, 1]
-    assert seen["dspark_requests_shed_total",] == 1
+    assert seen["dspark_requests_shed_total", "default", "queue_full"] == 1
     assert seen["dspark_ttft_seconds_count",] == 2
     assert seen["dspark_tpot_seconds_count",] == 1 and seen["dspark_tpot_seconds_sum",] == pytest.approx(0.1)
     assert seen["dspark_request_seconds_count",] == 3
@@ -136,7 +136,7 @@ def test_merge_gives_one_scrape_with_each_family_declared_once() -> None:
     assert "_created" not in text
     assert 'dspark_accepted_length_sum{model="m",rank="0",replica="a"} 2.0' in text
     assert 'dspark_accepted_length_sum{model="m",rank="0",replica="b"} 3.0' in text
-    assert 'dspark_draft_tokens_accepted_total{model="m",position="1",rank="0",replica="b"} 1.0' in text
+    assert 'dspark_draft_tokens_accepted_total{model="m",position="1",rank="0",replica="b",tier="default"} 1.0' in text
     assert "# TYPE dspark_draft_tokens_accepted_total counter" in text
     assert merge([], "m") == ""
 

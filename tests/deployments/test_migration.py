@@ -51,6 +51,7 @@ class Fleet:
     def __init__(self, *scripts: Script, timeout_seconds: float = 60.0) -> None:
         self._scripts = list(scripts)
         self.requests: list[Request] = []
+        self.migrates: list[bool] = []
         self.streams: list[Scripted] = []
         self.num_migrations = 0
         self.delivered: list[TokenEvent] = []
@@ -61,7 +62,8 @@ class Fleet:
         await self.stream.forward(self.delivered.append)
         return [token for event in self.delivered for token in event.token_ids]
 
-    def _send(self, request: Request) -> Scripted:
+    def _send(self, request: Request, migrates: bool) -> Scripted:
+        self.migrates.append(migrates)
         self.requests.append(request)
         self.streams.append(Scripted(self._scripts.pop(0) if len(self._scripts) > 1 else self._scripts[0]))
         return self.streams[-1]
