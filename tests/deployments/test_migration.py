@@ -93,6 +93,7 @@ async def test_what_arrived_counts_as_output_of_the_next(loss: Script) -> None:
     )
     assert await fleet.run() == [5, 6, 7, 8, 9]
     assert [request.emitted_token_ids for request in fleet.requests] == [(), (5, 6), (5, 6, 7)]
+    assert fleet.migrates == [False, True, True], "who had a place is not refused one"
     assert all(request.sampling == REQUEST.sampling for request in fleet.requests)
     assert fleet.num_migrations == 2
     assert fleet.delivered[-1].stats is None, "they would tell of the last engine only"
