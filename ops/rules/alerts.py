@@ -45,7 +45,8 @@ def _burn(window: BurnWindow) -> Alert:
         f"{burn_rate_name(window.long)} > {window.factor:g} and {burn_rate_name(window.short)} > {window.factor:g}",
         window.hold,
         window.severity,
-        f"{{{{ $labels.model }}}}: the {{{{ $labels.slo }}}} error budget burns {{{{ $value | humanize }}}} times too "
+        f"{{{{ $labels.model }}}}: the {{{{ $labels.slo }}}}{{{{ with $labels.tier }}}} {{{{ . }}}}{{{{ end }}}} error "
+        f"budget burns {{{{ $value | humanize }}}} times too "
         f"fast ({window.long} and {window.short} windows); {window.budget_spent} of a month's is gone",
         {"window": window.long},
     )
