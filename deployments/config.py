@@ -150,6 +150,13 @@ class LLMConfig(_Section):
         return self
 
     @property
+    def is_scheduled(self) -> bool:
+        """Whether there is a verify budget to decide about: a drafter, and lengths that aren't fixed."""
+        engine = self.engine_kwargs
+        drafts = engine.drafter_source is not None and engine.num_speculative_tokens != 0
+        return drafts and engine.speculation == "scheduled"
+
+    @property
     def rank_resources(self) -> dict[str, float]:
         """What Ray reserves for each rank; {} when a replica's ranks simply run where the replica does."""
         resources: dict[str, float] = {}
