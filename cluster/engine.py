@@ -22,11 +22,13 @@ from cluster import verifier
 from cluster.batcher import Batcher, Chunk, Plan, Sequence
 from cluster.config import EngineConfig
 from cluster.kv_cache import BlockPool
+from cluster.leases import Offer
 from cluster.local_scheduler import LocalScheduler
 from cluster.messages import (
     BudgetLease,
     FinishReason,
     InvalidRequestError,
+    LoadReport,
     QueueFullError,
     Request,
     SlaTier,
@@ -61,8 +63,8 @@ class Engine:
         self._config = config
         self._shard = shard
         self._scheduler = LocalScheduler(config, self.max_drafts, curve, tiers)
-        self._clock = clock
-        self._num_tiers = len(tiers)
+        self.clock = clock
+        self.tiers = tiers
         self._pool = BlockPool(config.num_kv_blocks, config.kv_block_size, config.enable_prefix_caching)
         self._batcher = Batcher(config, self._pool, self.max_drafts)
         self._lock = threading.Lock()
@@ -95,6 +97,30 @@ class Engine:
             if request_id in self._sequences:
                 self._aborted.append(request_id)
 
+    def offer(self, lease: BudgetLease, report: LoadReport, asked_seconds: float) -> None:
+        """The fleet's scheduler answers a report of this engine, which was sent when `clock` said `asked_seconds`.
+
+        From any thread. Steps use it once the report is old enough, as long as it lasts and their requests are its own.
+        """
+        self._scheduler.offer(Offer.of(lease, report, asked_seconds))
+
+    @property
+    def curve(self) -> CostCurve | None:
+        """What steps cost, as learned so far; None where nothing is scheduled."""
+        return self._scheduler.curve
+
+    @property
+    def last_report(self) -> LoadReport:
+        """Of the last step. From any thread."""
+        return self._scheduler.last_report
+
+    def speeds(self) -> tuple[float, ...]:
+        """By tier (one number without tiers): tokens per second that one more request would get. From any thread.
+
+        The fleet's scheduler says it; without a lease the engine reckons for itself. () where nothing is scheduled.
+        """
+        return self._scheduler.speeds(self.clock())
+
     @property
     def has_work(self) -> bool:
         return bool(self._sequences)
@@ -121,32 +147,34 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> StepResult:
         """Run one step. Call it while there is work, and without any every `shard.idle_seconds`."""
-        started = self._clock()
+        started = self.clock()
         aborted = self._receive()
-        lease, mode = self._scheduler.lease(self._batcher)
+        lease, mode = self._scheduler.lease(self._batcher, started)
+        lease_age = self._scheduler.lease_age(started)
         plan = self._batcher.plan(lease.cap)
         rows = verifier.sampling_rows([chunk.sequence for chunk in plan.anchored], self._num_steps)
 
-        draft_started = self._clock()
+        draft_started = self.clock()
         draft = self._draft(plan, rows)
-        draft_seconds = self._clock() - draft_started
+        draft_seconds = self.clock() - draft_started
         self._admit(plan, lease)
         predicted = self._scheduler.predict(plan)
         outcomes, forward = self._verify(plan, draft, rows)
         events, rounds = self._commit(plan, outcomes, forward)
 
         report = self._scheduler.report(
-            self._num_steps, plan, self._batcher, self.num_waiting, draft is not None, self._clock()
+            self._num_steps, plan, self._batcher, self.num_waiting, draft is not None, self.clock()
         )
         result = StepResult(
             step=self._num_steps,
             events=(*aborted, *events),
             report=report,
             num_tokens=plan.num_tokens,
-            seconds=self._clock() - started,
+            seconds=self.clock() - started,
             draft_seconds=draft_seconds,
             rounds=tuple(rounds),
             mode=mode,
+            lease_age_seconds=lease_age,
             cap=plan.max_drafts,
             predicted=predicted and StepPrediction(*predicted),
             num_running=self.num_running,
@@ -241,7 +269,7 @@ class Engine:
             if outcome and sequence.num_output and chunk.num_rows == 1:
                 rounds.append(self._count(chunk, outcome))
             elif outcome and not sequence.began_seconds:  # the token that a prompt ends in is no round
-                sequence.began_seconds, sequence.began_output = self._clock(), sequence.num_output + 1
+                sequence.began_seconds, sequence.began_output = self.clock(), sequence.num_output + 1
             self._batcher.commit(chunk, outcome.token_ids if outcome else [])
             if outcome and outcome.finish_reason:
                 events.append(self._finish(sequence, outcome.finish_reason, outcome))
@@ -263,7 +291,7 @@ class Engine:
         self._batcher.remove(sequence)
         with self._lock:
             del self._sequences[sequence.request_id]
-        self._finish_times.append(self._clock())
+        self._finish_times.append(self.clock())
         return TokenEvent(
             sequence.request_id,
             tuple(outcome.token_ids) if outcome else (),
@@ -276,14 +304,14 @@ class Engine:
         """When the next place should be free: the mean time between the latest finishes."""
         if not self._finish_times:
             return 1.0
-        mean = (self._clock() - self._finish_times[0]) / len(self._finish_times)
+        mean = (self.clock() - self._finish_times[0]) / len(self._finish_times)
         return min(max(1.0, mean), MAX_RETRY_AFTER_SECONDS)
 
     def _check(self, request: Request) -> None:
         """Raises InvalidRequestError for what no step could run; ranges are checked where people write them."""
         self._batcher.check(request)
-        if not 0 <= request.tier < max(self._num_tiers, 1):
-            raise InvalidRequestError("tier", f"{request.tier} is none of the {self._num_tiers} SLA tiers")
+        if not 0 <= request.tier < max(len(self.tiers), 1):
+            raise InvalidRequestError("tier", f"{request.tier} is none of the {len(self.tiers)} SLA tiers")
         size = self._shard.vocab_size
         sampling = request.sampling
         for name, token_ids in (

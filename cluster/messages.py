@@ -175,6 +175,8 @@ class LoadReport:
     """False when the step skipped the draft pass; its survivals are then the last known ones."""
     max_draft_tokens: int = 2**31
     """Most drafts that fit a step's rows."""
+    newcomer: bytes = b""
+    """uint8 [G], as a row of `survival`: what a request that would join is expected to accept."""
     request_ids: tuple[str, ...] = ()
     """[R] whose rows these are. Only the engine itself asks; what is sent away leaves them out."""
 
@@ -274,6 +276,8 @@ class StepResult:
     rounds: tuple[VerifyRound, ...] = ()
     """One per request that verified; the token that a prompt ends in is no round."""
     mode: SchedulerMode = "plain"
+    lease_age_seconds: float | None = None
+    """In mode "lease": how long ago the engine asked for it."""
     cap: int = 0
     """Draft tokens that this step was allowed to verify."""
     predicted: StepPrediction | None = None
@@ -298,4 +302,6 @@ class EngineHealth:
     num_running: int = 0
     num_waiting: int = 0
     num_free_kv_blocks: int = 0
+    speeds: tuple[float, ...] = ()
+    """By SLA tier (one number without tiers): tokens per second that one more request would get. Empty: unknown."""
     reason: str = ""

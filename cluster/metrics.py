@@ -1,7 +1,8 @@
 """Every metric of the system: its name, type, labels and buckets, and nothing about where the numbers come from.
 
-Two groups: what an engine knows (EngineMetrics, from StepResults) and what only the HTTP side knows (ServiceMetrics,
-times as a client feels them). Each process fills a registry of its own; `merge` joins their texts into one scrape.
+Three groups: what an engine knows (EngineMetrics, from StepResults), what only the HTTP side knows (ServiceMetrics,
+times as a client feels them), and what the fleet's scheduler does (SchedulerMetrics). Each process fills a registry of
+its own; `merge` joins their texts into one scrape.
 
 Accepted length = 1 + the sum over positions of accepted / rounds: both are derived from the same VerifyRounds, so they
 can't disagree. Position 0 is the first draft token.
@@ -37,6 +38,8 @@ ACCEPTED_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17)
 RATIO_BUCKETS = (0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0)
 TPOT_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
+LEASE_AGE_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
+ALLOCATE_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 LATENCY_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
@@ -85,6 +88,12 @@ class EngineMetrics:
 
     def _build_steps(self, registry: CollectorRegistry) -> None:
         self._steps = _counter(registry, "dspark_steps", "Engine steps by who decided what they verify", "mode")
+        self._lease_age = Histogram(
+            "dspark_lease_age_seconds",
+            "In steps that the fleet's lease decided: how long ago the engine asked for it",
+            buckets=LEASE_AGE_BUCKETS,
+            registry=registry,
+        )
         self._step_seconds = Histogram(
             "dspark_step_seconds", "Duration of an engine step", buckets=STEP_BUCKETS, registry=registry
         )
@@ -132,6 +141,8 @@ class EngineMetrics:
         """Count one engine step."""
         self._observe_rounds(result)
         self._steps.labels(result.mode).inc()
+        if result.lease_age_seconds is not None:
+            self._lease_age.observe(result.lease_age_seconds)
         self._step_seconds.observe(result.seconds)
         self._step_tokens.observe(result.num_tokens)
         if result.report.drafted:
@@ -160,7 +171,7 @@ class EngineMetrics:
         self._trimmed.inc(num_proposed - num_verified)
         self._used.inc(num_verified)
         self._granted.inc(result.cap)
-        if result.rounds and result.mode == "local" and not (result.cap or result.report.drafted):
+        if result.rounds and result.mode in ("local", "lease") and not (result.cap or result.report.drafted):
             self._skipped.inc()
 
     def _observe_round(self, verify_round: VerifyRound) -> None:
@@ -260,6 +271,37 @@ class ServiceMetrics:
     def observe_admission(self, tier: str, outcome: Admission) -> None:
         """Count how one choice got to a replica. May be called from any thread."""
         self._admissions.labels(tier, outcome).inc()
+
+    def text(self) -> str:
+        """The exposition text of this registry."""
+        return generate_latest(self.registry).decode()
+
+
+class SchedulerMetrics:
+    """What the fleet's scheduler does."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._engines = Gauge("dspark_scheduler_engines", "Engines that the scheduler hears of", registry=registry)
+        self._reports = _counter(registry, "dspark_scheduler_reports", "Load reports that the scheduler got")
+        self._leases = _counter(registry, "dspark_scheduler_leases", "Leases that the scheduler made")
+        self._seconds = Histogram(
+            "dspark_scheduler_allocate_seconds",
+            "Time of one search over the whole fleet",
+            buckets=ALLOCATE_BUCKETS,
+            registry=registry,
+        )
+
+    def observe_report(self) -> None:
+        self._reports.inc()
+
+    def observe_round(self, num_leases: int, seconds: float) -> None:
+        """Count one search."""
+        self._leases.inc(num_leases)
+        self._seconds.observe(seconds)
+
+    def observe_fleet(self, num_engines: int) -> None:
+        self._engines.set(num_engines)
 
     def text(self) -> str:
         """The exposition text of this registry."""

@@ -25,6 +25,11 @@ DEFAULT_WEIGHT = 16.0
 """Of a promised speed; ops/results/simulator/sla.md shows what weights buy and cost."""
 
 
+UNPROMISED_WAIT_SECONDS = 1.0
+"""How long a request whose first token is promised nothing may wait for a promised speed: time to hear once more from
+every replica, since what one said before a burst of requests says little about the next."""
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -125,8 +130,8 @@ class SlaTierConfig(_Section):
     )
     when_unmet: Literal["serve", "shed"] = Field(
         default="serve",
-        description="A request whose speed no replica can give waits for half of ttft_ms; then it is served all the "
-        "same, or refused with 429",
+        description="A request whose speed no replica can give waits for half of ttft_ms (1 s without one); then it is "
+        "served all the same, or refused with 429",
     )
 
     @model_validator(mode="after")
@@ -139,7 +144,7 @@ class SlaTierConfig(_Section):
     @property
     def longest_wait_seconds(self) -> float:
         """How long a request may be held back for a replica that keeps its speed: its prompt takes time, too."""
-        return 0.0 if self.ttft_ms is None else self.ttft_ms / 2000
+        return UNPROMISED_WAIT_SECONDS if self.ttft_ms is None else self.ttft_ms / 2000
 
     @property
     def promise(self) -> SlaTier:
@@ -216,7 +221,7 @@ class LLMConfig(_Section):
             known = ", ".join(names) or "there are none"
             raise ValueError(f"default_sla_tier: {self.default_sla_tier!r} is none of the sla_tiers ({known})")
         for i, tier in enumerate(self.sla_tiers):
-            if tier.longest_wait_seconds >= self.http_config.submit_timeout_s:
+            if tier.ttft_ms is not None and tier.longest_wait_seconds >= self.http_config.submit_timeout_s:
                 raise ValueError(
                     f"sla_tiers.{i}.ttft_ms: half of it is waited for a replica, which must be less than "
                     f"http_config.submit_timeout_s = {self.http_config.submit_timeout_s:g}"
@@ -238,6 +243,13 @@ class LLMConfig(_Section):
         """Place of the tier that a request has which names none."""
         names = [tier.name for tier in self.tiers]
         return names.index(self.default_sla_tier) if self.default_sla_tier else 0
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether there is a verify budget to decide about: a drafter, and lengths that aren't fixed."""
+        engine = self.engine_kwargs
+        drafts = engine.drafter_source is not None and engine.num_speculative_tokens != 0
+        return drafts and engine.speculation == "scheduled"
 
     @property
     def rank_resources(self) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.metrics import EngineMetrics, ServiceMetrics
+from cluster.metrics import EngineMetrics, SchedulerMetrics, ServiceMetrics
 
 HEADER = """# Metrics
 
@@ -25,7 +25,11 @@ Position 0 is the first draft token after the last committed one. These hold by 
 
 def reference() -> str:
     """The whole page, Markdown."""
-    sections = [("An engine", EngineMetrics(num_kv_blocks=1, block_size=1)), ("The HTTP side", ServiceMetrics())]
+    sections = [
+        ("An engine", EngineMetrics(num_kv_blocks=1, block_size=1)),
+        ("The HTTP side", ServiceMetrics()),
+        ("The fleet's scheduler", SchedulerMetrics()),
+    ]
     lines = [HEADER]
     for title, metrics in sections:
         lines += [f"## {title}", "", "| name | type | labels | meaning |", "|---|---|---|---|"]

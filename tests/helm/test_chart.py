@@ -114,10 +114,12 @@ def test_a_worker_has_room_for_an_engine(case: str) -> None:
     values = values_of(case)
     (application,) = yaml.safe_load(values["serveConfigV2"])["applications"]
     (container,) = pods(values)["worker"]["spec"]["containers"]
-    wanted = application["args"]["deployment_config"]["ray_actor_options"]["num_cpus"]
-    assert (
-        float(container["resources"]["limits"]["cpu"]) >= wanted >= application["args"]["engine_kwargs"]["num_threads"]
-    )
+    config, limits = parse_config(application["args"]), container["resources"]["limits"]
+    engine, ranks = config.engine_kwargs, config.engine_kwargs.tensor_parallel_size
+    reserved = config.deployment_config.ray_actor_options.num_cpus
+    assert reserved >= engine.num_threads
+    assert float(limits["cpu"]) >= ranks * reserved
+    assert limits.get("nvidia.com/gpu", 0) >= (ranks if config.accelerator_type else 0)
 
 
 # --- values ---

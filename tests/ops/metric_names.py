@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from cluster.metrics import EngineMetrics, ServiceMetrics
+from cluster.metrics import EngineMetrics, SchedulerMetrics, ServiceMetrics
 
 
 def known() -> set[str]:
     """Every sample name of a scrape."""
-    registries = (EngineMetrics(num_kv_blocks=1, block_size=1).registry, ServiceMetrics().registry)
-    return {sample.name for registry in registries for family in registry.collect() for sample in family.samples}
+    processes = (EngineMetrics(num_kv_blocks=1, block_size=1), ServiceMetrics(), SchedulerMetrics())
+    return {sample.name for each in processes for family in each.registry.collect() for sample in family.samples}
 
 
 def named(text: str) -> set[str]:

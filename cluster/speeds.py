@@ -1,0 +1,71 @@
+"""What speed one more request of each tier would get from an engine: what the router looks at. Pure arithmetic.
+
+The newcomer, and whoever waits already, join those that run, as far as there are places. The newcomer is expected to
+accept what requests of this engine accept, and competes for drafts with those that are there. With
+
+    V    its slots whose value (budget.slot_values: a promise counts `weight` times) reaches what the last verified slot
+         of the engine is worth now, and the lease's price
+    S    seconds of a step that computes one more row for each who joins, V more drafts for each, and what is verified
+         now; in a lockstep group, at least the rows that the group computes anyway
+
+its speed is (1 + the sum of the survivals of V) / S. An engine on which nothing runs would draft what is best for this
+one request. Prompts cost what they cost whatever is drafted, and are left out here as they are in the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.budget import LEVELS, decode_seconds, slot_values, survival_levels
+from cluster.messages import BudgetLease, LoadReport, SlaTier
+from cluster.sps import CostCurve
+
+Array = NDArray[np.float64]
+
+
+def speeds(
+    report: LoadReport, lease: BudgetLease, curve: CostCurve, tiers: Sequence[SlaTier], max_num_seqs: int
+) -> tuple[float, ...]:
+    """[tiers] tokens per second; without tiers, one number for everybody. `lease`: what the report was answered."""
+    survival_G = np.frombuffer(report.newcomer, np.uint8) / LEVELS
+    promised = tiers or (SlaTier("everybody"),)
+    return tuple(_speed(report, lease, curve, survival_G, tier, max_num_seqs) for tier in promised)
+
+
+def _speed(
+    report: LoadReport, lease: BudgetLease, curve: CostCurve, survival_G: Array, tier: SlaTier, max_num_seqs: int
+) -> float:
+    running, cap = len(report.tiers), min(lease.cap, int(np.count_nonzero(survival_levels(report))))
+    joining = min(1 + report.num_waiting, max(max_num_seqs - running, 0))
+    num_slots = np.arange(len(survival_G) + 1)
+    seconds_N = _seconds(report, lease, curve, running + joining, cap + joining * num_slots)
+    tokens_N = 1 + np.concatenate([[0.0], survival_G.cumsum()])
+    if not running:
+        return float((tokens_N / seconds_N).max())
+    if not cap:
+        return float(tokens_N[0] / seconds_N[0])
+    need = tier.min_tokens_per_second * seconds_N[0]
+    values_G = slot_values(survival_G[None], np.array([need]), np.array([tier.weight]))[0]
+    chosen = int((np.minimum.accumulate(values_G) >= _least_value(report, lease, cap)).sum())
+    return float(tokens_N[chosen] / seconds_N[chosen])
+
+
+def _seconds(
+    report: LoadReport, lease: BudgetLease, curve: CostCurve, anchors: int, num_drafts: NDArray[np.int64]
+) -> Array:
+    """[N] of a step with so many anchors and drafts, the draft pass included."""
+    context = report.context_tokens * anchors / max(len(report.tiers), 1)
+    filled = np.maximum(num_drafts, lease.padded_tokens - anchors - report.num_prefill_tokens)
+    seconds = decode_seconds(curve, anchors, report.num_prefill_tokens, filled, context)
+    return seconds + np.where(num_drafts > 0, curve.draft_seconds(anchors), 0.0)
+
+
+def _least_value(report: LoadReport, lease: BudgetLease, cap: int) -> float:
+    """What a draft must be worth to be verified beside those that are."""
+    levels = np.sort(survival_levels(report), axis=None)
+    if cap == np.count_nonzero(levels):  # all of them are
+        return lease.price
+    return max(lease.price, float(levels[-cap]) / LEVELS)

@@ -1,0 +1,275 @@
+"""What promised speeds cost and keep on the real engine: mixed traffic, two tiers, policies side by side in one run.
+
+    python -m ops.benchmarks.sla --prompts gsm8k.jsonl mt_bench.jsonl --json ops/results/sla.json
+
+A closed loop of each load goes through every policy before the next batch starts, in rotating order. Every
+`STRICT_EVERY`th request is of the strict tier; the same ones under each policy, with the same prompts. The promise is
+a number of tokens per second, or the speed that scheduling without promises gives all but 15% of the requests at
+--promise-at: so that the strict tier is in danger there, safe below and lost above.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from cluster.config import EngineConfig
+from cluster.engine import Engine
+from cluster.messages import Request, SamplingParams, SlaTier
+from cluster.profiler import cost_curve
+from cluster.shard import Shard
+from drafter.source import resolve_source
+from ops.benchmarks import report
+from ops.benchmarks.drive import Measurement, Progress, drive
+from ops.benchmarks.engines import EngineBackend, end_token_ids, served_config
+from ops.benchmarks.prompts import load_datasets
+
+Prompts = Sequence[tuple[int, ...]]
+
+STRICT_EVERY = 4
+FIXED_LENGTHS = (1, 2, 3, 5, 7)
+PILOT_QUANTILE = 0.15
+OWN = "no promises"
+"""Scheduled by throughput alone."""
+NUM_RESAMPLES = 2000
+
+
+class TieredBackend(EngineBackend):
+    """An engine that takes every `STRICT_EVERY`th request into the second tier, and how fast each request was."""
+
+    def __init__(self, engine: Engine, sampling: SamplingParams) -> None:
+        super().__init__(engine, sampling)
+        self.speeds: dict[str, float] = {}
+        """By request: tokens after the first, over the time from the first to the last; those with two or more."""
+        self._flights: dict[str, tuple[float, int, float]] = {}
+
+    def add(self, request_id: str, prompt_token_ids: tuple[int, ...]) -> None:
+        tier = int(is_strict(request_id))
+        self._engine.add(
+            Request(request_id=request_id, prompt_token_ids=prompt_token_ids, sampling=self._sampling, tier=tier)
+        )
+
+    def step(self) -> list[Progress]:
+        progress = super().step()
+        now = time.perf_counter()
+        for item in progress:
+            if item.num_tokens:
+                first, num_tokens, _ = self._flights.get(item.request_id, (now, 0, now))
+                self._flights[item.request_id] = first, num_tokens + item.num_tokens, now
+            if item.finished:
+                first, num_tokens, last = self._flights.pop(item.request_id, (now, 0, now))
+                if last > first:
+                    self.speeds[item.request_id] = (num_tokens - 1) / (last - first)
+        return progress
+
+
+def is_strict(request_id: str) -> bool:
+    return int(request_id) % STRICT_EVERY == 0
+
+
+@dataclass
+class Record:
+    """What one policy did at one load."""
+
+    batches: list[Measurement] = field(default_factory=list)
+    strict_speeds: list[float] = field(default_factory=list)
+    other_speeds: list[float] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(self.batches, Measurement()).tokens_per_second
+
+    def kept(self, promise: float) -> float:
+        return float(np.mean(np.array(self.strict_speeds) >= promise))
+
+
+def make_engines(config: EngineConfig, shard: Shard, promise: float, weights: Sequence[float]) -> dict[str, Engine]:
+    """One engine for each policy, all on the same pages: only one may have work at a time."""
+    curve = cost_curve(config, shard)
+    unpromised = (SlaTier("standard"), SlaTier("strict"))
+
+    def fixed(length: int) -> Engine:
+        settings = config.model_copy(update={"speculation": "fixed", "num_speculative_tokens": length})
+        return Engine(settings, shard, None, tiers=unpromised)
+
+    def scheduled(tiers: tuple[SlaTier, ...]) -> Engine:
+        return Engine(config.model_copy(update={"speculation": "scheduled"}), shard, curve, tiers=tiers)
+
+    plain = config.model_copy(update={"num_speculative_tokens": 0})
+    return {
+        "plain": Engine(plain, Shard(shard.decoder, None, plain), None, tiers=unpromised),
+        **{f"fixed {length}": fixed(length) for length in FIXED_LENGTHS if length <= shard.num_draft_slots},
+        OWN: scheduled(unpromised),
+        **{f"weight {w:g}": scheduled((unpromised[0], SlaTier("strict", promise, weight=w))) for w in weights},
+    }
+
+
+def run_batch(engine: Engine, sampling: SamplingParams, prompts: Prompts, concurrency: int, record: Record) -> None:
+    backend = TieredBackend(engine, sampling)
+    record.batches.append(drive(backend, prompts, concurrency))
+    for request_id, speed in backend.speeds.items():
+        (record.strict_speeds if is_strict(request_id) else record.other_speeds).append(speed)
+
+
+def measure(
+    engines: dict[str, Engine], sampling: SamplingParams, batches: Sequence[Prompts], concurrency: int
+) -> dict[str, Record]:
+    """All policies at one load, batch by batch."""
+    records = {name: Record() for name in engines}
+    names = list(engines)
+    with tqdm(total=len(batches) * len(names), desc=f"{concurrency} requests", unit="batch") as bar:
+        for index, prompts in enumerate(batches):
+            for name in names[index % len(names) :] + names[: index % len(names)]:
+                bar.set_postfix_str(name)
+                run_batch(engines[name], sampling, prompts, concurrency, records[name])
+                bar.update()
+    return records
+
+
+def difference_interval(
+    ours: Sequence[float], theirs: Sequence[float], statistic: Callable[[np.ndarray], float], seed: int = 0
+) -> tuple[float, float]:
+    """95% bootstrap interval of statistic(ours) - statistic(theirs), each resampled for itself."""
+    generator = np.random.default_rng(seed)
+    draws = [
+        statistic(generator.choice(ours, len(ours))) - statistic(generator.choice(theirs, len(theirs)))
+        for _ in range(NUM_RESAMPLES)
+    ]
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def rows_of(concurrency: int, promise: float, records: dict[str, Record]) -> list[report.Row]:
+    own = records[OWN]
+    fixed = [name for name in records if name.startswith("fixed")]
+    best_fixed = max(fixed, key=lambda name: records[name].tokens_per_second)
+    rows = []
+    for name, record in records.items():
+        low, high = difference_interval(
+            record.strict_speeds, own.strict_speeds, lambda speeds: float(np.mean(speeds >= promise))
+        )
+        rows.append(
+            {
+                "concurrency": concurrency,
+                "policy": name,
+                "tokens_per_second": record.tokens_per_second,
+                "over_no_promises": record.tokens_per_second / own.tokens_per_second - 1,
+                "over_best_fixed": record.tokens_per_second / records[best_fixed].tokens_per_second - 1,
+                "best_fixed": best_fixed,
+                "kept": record.kept(promise),
+                "kept_over_no_promises_interval": (low, high),
+                "num_strict": len(record.strict_speeds),
+                "strict_tokens_per_second": float(np.median(record.strict_speeds)),
+                "other_tokens_per_second": float(np.median(record.other_speeds)),
+            }
+        )
+    return rows
+
+
+def mixed_batches(prompts: Prompts, concurrency: int, num_requests: int) -> list[Prompts]:
+    """Batches of four prompts per place, `num_requests` in all or a little more; prompts recur after the last."""
+    size = 4 * concurrency
+    return [
+        [prompts[(start + i) % len(prompts)] for i in range(size)]
+        for start in range(0, -(-num_requests // size) * size, size)
+    ]
+
+
+def run(options: argparse.Namespace) -> report.Row:
+    config = served_config(options.config)
+    torch.set_num_threads(config.num_threads)
+    folder = resolve_source(config.model_source)
+    datasets = load_datasets(options.prompts, folder)
+    prompts = [prompt for row in zip(*(dataset.prompts for dataset in datasets), strict=False) for prompt in row]
+    sampling = SamplingParams(max_tokens=options.max_tokens, stop_token_ids=end_token_ids(folder))
+    shard = Shard.load(config)
+    promise = options.promise or pilot(config, shard, sampling, prompts, options)
+    engines = make_engines(config, shard, promise, options.weights)
+    rows: list[report.Row] = []
+    for concurrency in options.concurrency:
+        batches = mixed_batches(prompts, concurrency, options.num_requests)
+        rows += rows_of(concurrency, promise, measure(engines, sampling, batches, concurrency))
+        print(sla_table(rows[-len(engines) :]), flush=True)
+    return {
+        **report.provenance(),
+        "model": config.model_source,
+        "prompts": [dataset.name for dataset in datasets],
+        "max_tokens": options.max_tokens,
+        "strict_share": 1 / STRICT_EVERY,
+        "promise_tokens_per_second": promise,
+        "rows": rows,
+    }
+
+
+def pilot(
+    config: EngineConfig, shard: Shard, sampling: SamplingParams, prompts: Prompts, options: argparse.Namespace
+) -> float:
+    """The speed that all but PILOT_QUANTILE of the requests have at one load without promises."""
+    engine = make_engines(config, shard, 0.0, ())[OWN]
+    record = Record()
+    for batch in mixed_batches(prompts, options.promise_at, options.num_requests // 2):
+        run_batch(engine, sampling, batch, options.promise_at, record)
+    return float(np.quantile([*record.strict_speeds, *record.other_speeds], PILOT_QUANTILE))
+
+
+def sla_table(rows: Sequence[report.Row]) -> str:
+    """Markdown, one line per load and policy."""
+    header = ["requests", "policy", "tok/s", "over no promises", "over best fixed", "promise kept", "strict tok/s"]
+    cells = [
+        [
+            str(row["concurrency"]),
+            row["policy"],
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['over_no_promises']:+.1%}",
+            f"{row['over_best_fixed']:+.1%}",
+            f"{row['kept']:.1%} of {row['num_strict']}",
+            f"{row['strict_tokens_per_second']:.1f}",
+        ]
+        for row in rows
+    ]
+    return report.table(
+        [*header, "other tok/s"],
+        [[*c, f"{r['other_tokens_per_second']:.1f}"] for c, r in zip(cells, rows, strict=True)],
+    )
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=Path("deployments/dspark_cpu.yaml"))
+    parser.add_argument("--prompts", type=Path, nargs="+", default=(), help="JSONL files, mixed in turn")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[4, 8, 16, 24, 32], help="requests in flight")
+    parser.add_argument("--weights", type=float, nargs="+", default=[4.0, 16.0, 64.0], help="of the strict tier")
+    parser.add_argument("--promise", type=float, help="tokens per second of the strict tier (default: by a pilot run)")
+    parser.add_argument("--promise-at", type=int, default=16, help="load of the pilot run")
+    parser.add_argument("--num-requests", type=int, default=128, help="of each policy and load, at least")
+    parser.add_argument("--max-tokens", type=int, default=64, help="most new tokens of a request")
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    options = parser.parse_args(arguments)
+    if min(*options.concurrency, options.num_requests, options.max_tokens, options.promise_at) < 1:
+        parser.error("--concurrency, --promise-at, --num-requests and --max-tokens must be at least 1")
+    if options.promise is not None and options.promise <= 0:
+        parser.error("--promise must be positive")
+    if min(options.weights) < 1:
+        parser.error("--weights must be at least 1")
+    return options
+
+
+def main() -> None:
+    options = parse_options()
+    results = run(options)
+    print(f"\nPromised: {results['promise_tokens_per_second']:.1f} tokens per second.")
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
