@@ -87,6 +87,7 @@ def test_bad_json(server: Server, path: str, body: bytes) -> None:
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"prompt": [10**9]}, "prompt"),
         ({"dspark": {"drafts": 3}}, "dspark.drafts"),
+        ({"dspark": {"tier": "gold"}}, "dspark.tier"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"suffix": "x"}, "suffix"),
         ({"nonsense": 1}, "nonsense"),

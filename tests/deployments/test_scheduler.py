@@ -13,13 +13,9 @@ import pytest
 import ray
 from conftest import Server, actor_processes, application, eventually
 from ray import serve
-from tiny_models import TinyModel, tiny_llama
+from tiny_models import TinyModel, keep_curve, tiny_llama
 
 from cluster.messages import SchedulerMode
-from cluster.profiler import _provenance
-from cluster.shard import Shard
-from cluster.sps import CostCurve, DraftSample, VerifySample
-from deployments.config import parse_config
 
 pytestmark = pytest.mark.server
 
@@ -45,16 +41,6 @@ def args(model: TinyModel, num_replicas: int, curve: Path, **engine_kwargs: Any)
         "deployment_config": {"num_replicas": num_replicas, "graceful_shutdown_timeout_s": 1.0},
         "http_config": {"submit_timeout_s": 200},
     }
-
-
-def keep_curve(path: Path, settings: dict[str, Any]) -> None:
-    """A curve of this very engine on which a draft costs as much as it does on a loaded GPU. The times are long, so
-    that whatever real steps take, all of the curve is corrected alike (to its limit, a quarter)."""
-    config = parse_config(settings).engine_config()
-    samples = [VerifySample(n, 100, 10.0 + n) for n in (1, 2, 4, 8, 16, 32, 64, 128)]
-    CostCurve.fit(samples, [DraftSample(1, 0.01), DraftSample(16, 0.01)], _provenance(config, Shard.load(config))).save(
-        path
-    )
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,7 @@
-"""SLA tiers and the router through the real server: two replicas of a tiny model, asked by the real `openai` client."""
+"""SLA tiers and the router through the real server: two replicas of a tiny model, asked by the real `openai` client.
+
+By their cost curve the engines are slow, so what they think of a promise doesn't depend on the machine.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import httpx
 import openai
 import pytest
 from conftest import Server, application, eventually
-from tiny_models import TinyModel, tiny_llama
+from tiny_models import TinyModel, keep_curve, tiny_llama
 
 pytestmark = pytest.mark.server
 
@@ -21,10 +24,12 @@ TIERS: list[dict[str, Any]] = [
     {"name": "easy", "min_tokens_per_second": 0.001, "ttft_ms": 300_000},
     {"name": "dream", "min_tokens_per_second": 1e9},
     {"name": "hasty", "ttft_ms": 0.001},
+    {"name": "proud", "min_tokens_per_second": 1e9, "ttft_ms": 200, "when_unmet": "shed"},
+    {"name": "patient", "min_tokens_per_second": 1e9, "ttft_ms": 240_000},
 ]
 
 
-def args(model: TinyModel, **fields: Any) -> dict[str, Any]:
+def args(model: TinyModel, curve: Path) -> dict[str, Any]:
     return {
         "model_loading_config": {"model_id": MODEL, "model_source": str(model.folder)},
         "engine_kwargs": {
@@ -35,11 +40,12 @@ def args(model: TinyModel, **fields: Any) -> dict[str, Any]:
             "max_num_seqs": 16,
             "max_num_batched_tokens": 128,
             "num_kv_blocks": 512,
-            "speculation": "fixed",
+            "cost_curve_path": str(curve),
         },
         "deployment_config": {"num_replicas": 2, "graceful_shutdown_timeout_s": 1.0},
         "http_config": {"submit_timeout_s": 200},
-        **fields,
+        "sla_tiers": TIERS,
+        "default_sla_tier": "easy",
     }
 
 
@@ -49,8 +55,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> TinyM
 
 
 @pytest.fixture(scope="module")
-def tiered(serve_port: int, llama: TinyModel) -> Iterator[Server]:
-    settings = args(llama, sla_tiers=TIERS, default_sla_tier="easy")
+def tiered(serve_port: int, llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    curve = tmp_path_factory.mktemp("curve") / "curve.json"
+    settings = args(llama, curve)
+    keep_curve(curve, settings)
     with application(serve_port, "tiered", "/tiered", settings) as running:
         eventually(lambda: len(by_replica(running, "dspark_requests_running")) == 2, "both replicas report")
         yield running
@@ -104,11 +112,11 @@ def test_attainment_is_counted_by_tier(tiered: Server) -> None:
         return [*(tiered.metric(name, tier=tier) for name in names), *broken]
 
     eventually(lambda: counted("hasty") == [0, 0, 0, 0], "series exist before anything happened")
-    before = {tier["name"]: counted(tier["name"]) for tier in TIERS}
-    drafted = tiered.metric("dspark_draft_tokens_proposed_total", tier="hasty")
-    for tier in before:
-        ask(tiered, tier, n=2)
     expected = {"besteffort": [2, 2, 0, 0], "easy": [2, 2, 0, 0], "dream": [2, 0, 0, 2], "hasty": [2, 0, 2, 0]}
+    before = {tier: counted(tier) for tier in expected}
+    drafted = tiered.metric("dspark_draft_tokens_proposed_total", tier="hasty")
+    for tier in expected:
+        ask(tiered, tier, n=2)
 
     def added(tier: str) -> list[float]:
         return [after - before for after, before in zip(counted(tier), before[tier], strict=True)]
@@ -160,11 +168,66 @@ async def test_load_comes_before_a_known_prefix(tiered: Server) -> None:
     )
 
 
-def test_a_server_without_tiers_has_one_that_promises_nothing(serve_port: int, llama: TinyModel) -> None:
-    settings = args(llama, deployment_config={"num_replicas": 1})
-    with application(serve_port, "untiered", "/untiered", settings) as untiered:
-        assert ask(untiered).dspark["tier"] == "default"
-        assert ask(untiered, "default").dspark["tier_met"] is True
-        body = {"model": MODEL, "prompt": [5], "dspark": {"tier": "easy"}}
-        refused = httpx.post(f"{untiered.url}/v1/completions", json=body, timeout=60)
-        assert refused.status_code == 400 and "which has default" in refused.text
+def admissions(server: Server, tier: str) -> dict[str, float]:
+    names = ("met", "waited", "unmet", "unknown")
+    return {name: server.metric("dspark_sla_admissions_total", tier=tier, outcome=name) for name in names}
+
+
+def post(server: Server, tier: str, **fields: Any) -> httpx.Response:
+    body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 8, "dspark": {"tier": tier}, **fields}
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
+
+
+def test_a_promise_that_is_kept_is_met_and_one_that_is_not_is_served_all_the_same(tiered: Server) -> None:
+    def served(tier: str, outcome: str) -> bool:
+        before = admissions(tiered, tier)
+        ask(tiered, tier)
+        eventually(lambda: admissions(tiered, tier) != before, "it was counted")
+        return admissions(tiered, tier)[outcome] > before[outcome]
+
+    eventually(lambda: served("dream", "unmet"), "the router has heard from every replica")
+    eventually(lambda: served("easy", "met"), "a replica keeps the small promise")
+
+
+def test_a_tier_may_rather_be_refused(tiered: Server) -> None:
+    eventually(lambda: post(tiered, "proud").status_code == 429, "the router has heard from every replica")
+    refused = post(tiered, "proud")
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "tier_unmet")
+    assert "'proud'" in error["message"]
+    with pytest.raises(openai.RateLimitError):
+        ask(tiered, "proud", stream=True)
+
+
+def test_refusals_are_counted(tiered: Server) -> None:
+    def counted() -> list[float]:
+        return [
+            tiered.metric("dspark_requests_shed_total", tier="proud", reason="tier_unmet"),
+            tiered.metric("dspark_sla_promises_broken_total", tier="proud", promise="answer"),
+        ]
+
+    eventually(lambda: post(tiered, "proud").status_code == 429, "the router has heard from every replica")
+    assert post(tiered, "proud", n=3).status_code == 429
+    eventually(lambda: counted()[1] == counted()[0] + 2 > 2, "all have been of one choice, but for one of three")
+
+
+async def test_who_waits_for_a_promise_holds_up_nobody(tiered: Server) -> None:
+    await asyncio.to_thread(eventually, lambda: post(tiered, "proud").status_code == 429, "the router has heard")
+    async with tiered.async_openai() as client:
+        extra = {"dspark": {"tier": "patient"}}
+        waiting = [
+            asyncio.create_task(client.completions.create(model=MODEL, prompt=[i], max_tokens=4, extra_body=extra))
+            for i in range(12)
+        ]
+        await asyncio.sleep(2)  # long enough to be with the router; not too long to wait there
+        for tier in ("besteffort", "easy"):
+            answer = await asyncio.to_thread(ask, tiered, tier)
+            assert answer.dspark["tier"] == tier
+        assert not any(task.done() for task in waiting)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+    assert sum(admissions(tiered, "patient").values()) == 0, "who left while waiting never went anywhere"
+    await asyncio.to_thread(ask, tiered, n=12)
