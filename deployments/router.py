@@ -11,6 +11,7 @@ is for its own request. Serve's own look-up, by the id of the HTTP request, woul
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 from ray.serve.config import RequestRouterConfig
@@ -76,17 +77,26 @@ class TierRouter(RequestRouter):  # type: ignore[misc]
 
     def _refuse(self, pending: PendingRequest, ticket: Ticket) -> None:
         pending.future.set_exception(TierUnmetError(ticket.tier.name, RETRY_AFTER_SECONDS))
-        self._remove_pending_request_from_indices(pending)
+        self._leave(pending)
 
     def _fulfill_next_pending_request(self, replica: RunningReplica, request_metadata: Any = None) -> None:
         """`request_metadata` is the very object of the request that the replica was chosen for."""
         for pending in self._pending_requests_to_fulfill:
             if pending.metadata is request_metadata and not pending.future.done():
                 self._record_queue_wait_time(pending)
-                self._remove_pending_request_from_indices(pending)
                 self._depart(pending, _name(replica.replica_id))
                 pending.future.set_result(replica)
+                self._leave(pending)
                 return
+
+    def _leave(self, pending: PendingRequest) -> None:
+        """Serve counts who is in line to know how many tasks to start, and takes out only the first ones, so that one
+        that waits would let the line grow."""
+        self._remove_pending_request_from_indices(pending)
+        line: deque[PendingRequest] = self._pending_requests_to_fulfill
+        waiting = [other for other in line if not other.future.done()]
+        line.clear()
+        line.extend(waiting)
 
     def _depart(self, pending: PendingRequest, replica: str) -> None:
         ticket: Ticket | None = pending.kwargs.pop("ticket", None)
