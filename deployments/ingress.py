@@ -127,6 +127,7 @@ class ReplicaStream:
     def __init__(self, stream: Any) -> None:
         """`stream`: what the handle of a deployment gives for `generate`."""
         self._stream = stream
+        self._failed = False
 
     def __aiter__(self) -> Self:
         return self
@@ -134,14 +135,18 @@ class ReplicaStream:
     async def __anext__(self) -> Events:
         try:
             events: Events = await anext(self._stream)
-        except RayTaskError as error:
-            raise _cause(error) from None
-        except RayActorError as error:
-            raise EngineDeadError(f"the replica's process died: {' '.join(str(error).split())}") from None
+        except Exception as error:
+            self._failed = True
+            if isinstance(error, RayTaskError):
+                raise _cause(error) from None
+            if isinstance(error, RayActorError):
+                raise EngineDeadError(f"the replica's process died: {' '.join(str(error).split())}") from None
+            raise
         return events
 
     def cancel(self) -> None:
-        self._stream.cancel()
+        if not self._failed:  # Serve would raise again what kept the request from a replica
+            self._stream.cancel()
 
 
 class ApiKeys:
