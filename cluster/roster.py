@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from cluster import fleet
 from cluster.fleet import Group
@@ -18,6 +19,8 @@ from cluster.sps import CostCurve
 SILENT_SECONDS = 3.0
 """Who says nothing for so long is forgotten. Idle engines speak as well, more often than this."""
 LEASE_SECONDS = 1.0
+FADING = 0.9
+"""An engine's measured rate is that of about its last ten reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,7 @@ class Experience:
 
     mode: SchedulerMode = "plain"
     """Of the last step."""
-    num_tokens: int = 0
+    num_tokens: float = 0
     """That verify rounds committed."""
     seconds: float = 0.0
     """Of the steps, less what the curve says that prompts took."""
@@ -51,6 +54,12 @@ class Experience:
     def and_then(self, mode: SchedulerMode, num_tokens: int, seconds: float) -> Experience:
         """With one more step."""
         return Experience(mode, self.num_tokens + num_tokens, self.seconds + seconds)
+
+    def after(self, earlier: Experience) -> Experience:
+        """With what came before it, which counts less and less."""
+        return Experience(
+            self.mode, self.num_tokens + FADING * earlier.num_tokens, self.seconds + FADING * earlier.seconds
+        )
 
     @property
     def tokens_per_second(self) -> float:
@@ -78,6 +87,10 @@ class Entry:
     lease: BudgetLease | None = None
 
 
+Company: TypeAlias = list[Entry]
+"""Who steps together, ranks in order."""
+
+
 class Roster:
     """The fleet as it is known. Every method is quick but `allocate`, whose time is that of `fleet.allocate`."""
 
@@ -94,7 +107,8 @@ class Roster:
         entry = self.entries.get(engine)
         if entry is None:
             return False
-        entry.report, entry.experience, entry.said_seconds = report, experience, now
+        entry.report, entry.said_seconds = report, now
+        entry.experience = experience.after(entry.experience)
         return True
 
     def forget_silent(self, now: float) -> None:
@@ -111,7 +125,7 @@ class Roster:
         """New leases for everybody who can have one; returns how many."""
         num_leases = 0
         waiting = set(self.entries)
-        for tiers, companies in self._companies():
+        for tiers, companies in self.companies():
             groups = [_group(company) for company in companies]
             for company, leases in zip(companies, fleet.allocate(groups, tiers), strict=True):
                 for entry, lease in zip(company, leases, strict=True):
@@ -122,14 +136,14 @@ class Roster:
             self.entries[engine].lease = None
         return num_leases
 
-    def _companies(self) -> Iterator[tuple[tuple[SlaTier, ...], list[list[Entry]]]]:
+    def companies(self) -> Iterator[tuple[tuple[SlaTier, ...], list[Company]]]:
         """Who steps together and is complete, ranks in order; those who promise the same are served together."""
         together: dict[str, dict[int, Entry]] = {}
         for entry in self.entries.values():
             if entry.report is not None:
                 member = entry.member
                 together.setdefault(member.group or member.engine, {})[member.rank if member.group else 0] = entry
-        by_tiers: dict[tuple[SlaTier, ...], list[list[Entry]]] = {}
+        by_tiers: dict[tuple[SlaTier, ...], list[Company]] = {}
         for ranks in together.values():
             company = [ranks[rank] for rank in sorted(ranks)]
             if not company[0].member.group or len(company) == company[0].member.group_size:
@@ -137,7 +151,7 @@ class Roster:
         yield from by_tiers.items()
 
 
-def _group(company: list[Entry]) -> Group:
+def _group(company: Company) -> Group:
     reports = [entry.report for entry in company if entry.report is not None]
     previous = [entry.lease for entry in company if entry.lease is not None]
     return Group(reports, company[0].member.curve, previous if len(previous) == len(company) else ())

@@ -35,6 +35,16 @@ def speeds(
     return tuple(_speed(report, lease, curve, survival_G, tier, max_num_seqs) for tier in promised)
 
 
+def expected_rate(report: LoadReport, lease: BudgetLease, curve: CostCurve) -> float:
+    """Tokens per second that the reported requests get from steps under this lease, by the curve."""
+    levels = np.sort(survival_levels(report), axis=None)[::-1]
+    cap, running = min(lease.cap, int(np.count_nonzero(levels))), len(report.tiers)
+    if not running:
+        return 0.0
+    seconds = _seconds(report, lease, curve, running, np.array([cap]))
+    return float((running + levels[:cap].sum() / LEVELS) / seconds[0])
+
+
 def _speed(
     report: LoadReport, lease: BudgetLease, curve: CostCurve, survival_G: Array, tier: SlaTier, max_num_seqs: int
 ) -> float:
