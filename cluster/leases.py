@@ -59,6 +59,12 @@ class Offers:
         others = [other for other in self._offers if other.report.step != offer.report.step]
         self._offers = (offer, *others[: KEPT_OFFERS - 1])
 
+    def age(self, now: float) -> float | None:
+        """Seconds since the newest lease was asked for; None when there is none or it has ended."""
+        if not self._offers or now >= self._offers[0].ends_seconds:
+            return None
+        return now - self._offers[0].asked_seconds
+
     def current(self, newest_step: int, now: float) -> Offer | None:
         """The newest offer that hasn't ended and rests on a report of `newest_step` or an earlier step, if any."""
         for offer in self._offers:

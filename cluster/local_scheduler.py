@@ -94,8 +94,8 @@ class LocalScheduler:
         self._offers.add(offer)
 
     def lease_age(self, now: float) -> float | None:
-        """Seconds since the engine asked for the lease that the last step used; None when that was its own."""
-        return now - self._offer.asked_seconds if self._offer else None
+        """Seconds since the engine asked for the newest lease that it holds, used or not; None when it has none."""
+        return self._offers.age(now)
 
     def lease(self, batcher: Batcher, now: float) -> tuple[BudgetLease, SchedulerMode]:
         """How many drafts the next step may verify; it begins at `now` seconds of the engine's clock."""

@@ -263,7 +263,7 @@ class StepResult:
     """One per request that verified; the token that a prompt ends in is no round."""
     mode: SchedulerMode = "plain"
     lease_age_seconds: float | None = None
-    """In mode "lease": how long ago the engine asked for it."""
+    """How long ago the engine asked for the newest lease that it holds, used or not; None without one."""
     cap: int = 0
     """Draft tokens that this step was allowed to verify."""
     predicted: StepPrediction | None = None

@@ -75,7 +75,7 @@ class EngineMetrics:
         self._steps = _counter(registry, "dspark_steps", "Engine steps by who decided what they verify", "mode")
         self._lease_age = Histogram(
             "dspark_lease_age_seconds",
-            "In steps that the fleet's lease decided: how long ago the engine asked for it",
+            "In steps of an engine that holds a lease of the fleet, used or not: how long ago it asked for it",
             buckets=LEASE_AGE_BUCKETS,
             registry=registry,
         )

@@ -105,7 +105,7 @@ def test_in_a_lockstep_group_rows_below_the_largest_rank_are_free_and_above_it_d
 
 
 def test_a_promise_makes_faster_where_drafts_are_short() -> None:
-    cost, report = curve(0.05), load(np.random.default_rng(5), 16)
+    cost, report = curve(0.05), load(np.random.default_rng(1), 24)
     [[lease]] = fleet.allocate([Group([report], cost)], TIERS)
     standard, fast = speeds(report, lease, cost, TIERS, MANY)
     assert fast > standard

@@ -109,7 +109,7 @@ def test_leases_decide_and_the_scheduler_counts(pair: Server) -> None:
     eventually(lambda: leased(pair), "leases decide steps")
     eventually(lambda: pair.metric("dspark_scheduler_engines") == 2, "the scheduler knows both engines")
     assert pair.metric("dspark_scheduler_leases_total") > 0
-    assert pair.metric("dspark_lease_age_seconds_count") == steps(pair, "lease")
+    assert pair.metric("dspark_lease_age_seconds_count") >= steps(pair, "lease")
 
 
 def test_killed_again_and_again_under_load_no_request_fails(pair: Server) -> None:
