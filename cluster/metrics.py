@@ -68,6 +68,19 @@ class EngineMetrics:
             registry, "dspark_drafter_skipped_steps", "Steps with running requests that skipped the draft pass"
         )
 
+        self._calibration_error = Gauge(
+            "dspark_calibration_error_ratio",
+            "Expected calibration error of the survival lately",
+            ["mode", "position"],
+            registry=registry,
+        )
+        self._temperature = Gauge(
+            "dspark_confidence_temperature",
+            "What the slot's confidence logits are divided by",
+            ["position"],
+            registry=registry,
+        )
+
     def _build_steps(self, registry: CollectorRegistry) -> None:
         self._steps = _counter(registry, "dspark_steps", "Engine steps by who decided what they verify", "mode")
         self._step_seconds = Histogram(
@@ -128,6 +141,9 @@ class EngineMetrics:
             self._ratio.observe(result.seconds / expected.step_seconds)
             emitted_per_round = sum(1 + r.num_accepted for r in result.rounds) / max(len(result.rounds), 1)
             self._plain.inc(expected.anchors_seconds * emitted_per_round + expected.prompts_seconds)
+        for found in result.calibration:
+            self._calibration_error.labels(found.mode, str(found.position)).set(found.error)
+            self._temperature.labels(str(found.position)).set(found.temperature)
         self._running.set(result.num_running)
         self._waiting.set(result.report.num_waiting)
         self._preemptions.inc(result.num_preempted)
