@@ -68,10 +68,9 @@ class Evidence:
 
     @classmethod
     def none(cls, num_slots: int) -> Self:
-        shape = len(MODES), num_slots
-        logits, survivals = ((*shape, bins) for bins in (NUM_LOGITS, NUM_SURVIVALS))
-        counts = (np.zeros(size, dtype=np.int64) for size in (logits, logits, survivals, survivals))
-        return cls(*counts, np.zeros(survivals))
+        logits, survivals = ((len(MODES), num_slots, bins) for bins in (NUM_LOGITS, NUM_SURVIVALS))
+        tested, passed = np.zeros(logits, np.int64), np.zeros(logits, np.int64)
+        return cls(tested, passed, np.zeros(survivals, np.int64), np.zeros(survivals, np.int64), np.zeros(survivals))
 
     @classmethod
     def of_step(
@@ -102,7 +101,7 @@ class Evidence:
         def count(chosen: NDArray[np.bool_], bins: Counts, num_bins: int, weights: Array | None = None) -> Array:
             flat = (row * num_bins + bins)[chosen]
             total = np.bincount(flat, None if weights is None else weights[chosen], minlength=size * num_bins)
-            return np.asarray(total).reshape(len(MODES), -1, num_bins)
+            return np.asarray(total, np.float64).reshape(len(MODES), -1, num_bins)
 
         covered, happened = slots < known, slots < np.minimum(passed, known)
         tested = covered & (slots <= passed)
@@ -111,7 +110,7 @@ class Evidence:
             count(happened, logit_bins, NUM_LOGITS).astype(np.int64),
             count(covered, survival_bins, NUM_SURVIVALS).astype(np.int64),
             count(happened, survival_bins, NUM_SURVIVALS).astype(np.int64),
-            count(covered, survival_bins, NUM_SURVIVALS, survivals).astype(np.float64),
+            count(covered, survival_bins, NUM_SURVIVALS, survivals),
         )
 
     @property
@@ -127,7 +126,7 @@ class Evidence:
 
     def halved(self) -> Evidence:
         """The same counts at half the weight, as far as halves are whole."""
-        counts = (getattr(self, item.name) // 2 for item in fields(Evidence)[:-1])
+        counts = self.tested // 2, self.passed // 2, self.covered // 2, self.survived // 2
         return Evidence(*counts, self.predicted / 2)
 
     def without(self, slots: NDArray[np.bool_]) -> Evidence:

@@ -285,6 +285,7 @@ class Engine:
     def _count(self, chunk: Chunk, outcome: Outcome) -> VerifyRound:
         sequence = chunk.sequence
         verify_round = VerifyRound(len(chunk.proposed), chunk.num_admitted, len(outcome.token_ids) - 1)
+        chunk.num_accepted = verify_round.num_accepted
         sequence.num_rounds += 1
         sequence.num_drafted += verify_round.num_proposed
         sequence.num_verified += verify_round.num_verified

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from cluster import budget, fleet, sla
 from cluster.batcher import Batcher, Plan, Sequence
+from cluster.bypass import Returns, Round
 from cluster.config import EngineConfig
 from cluster.messages import BudgetLease, CostCurveError, LoadReport, SchedulerMode, SlaTier, StepResult
 from cluster.sps import CostCurve
@@ -54,6 +55,8 @@ class LocalScheduler:
         self._leased_for: list[Sequence] = []
         self._num_steps_leased = 0
         self._needs: dict[str, float] = {}
+        self._returns = Returns()
+        self._seconds_expected = 0.0
         self._expected_confidences = [1.0] * max_drafts  # nothing is known yet: every slot gets its chance
 
     def welcome(self, sequence: Sequence) -> None:
@@ -71,6 +74,7 @@ class LocalScheduler:
             return UNLIMITED, "bypass"
         self._num_steps_leased += 1
         decoding = [sequence for sequence in batcher.running if sequence.num_pending == 1]
+        self._returns.judge([sequence.draft_return for sequence in decoding], self._curve.draft_seconds)
         if self._num_steps_leased >= LEASE_STEPS or self._leased_for != decoding:
             self._last_lease, self._leased_mode = self._search(self._curve, batcher)
             self._leased_for, self._num_steps_leased = decoding, 0
@@ -126,6 +130,10 @@ class LocalScheduler:
             drafted=drafted,
         )
         self._reports.append(report)
+        decoded = [chunk for chunk in plan.chunks if chunk.num_rows == 1]
+        drafts = tuple((chunk.sequence.draft_return, chunk.num_accepted) for chunk in decoded if chunk.proposed)
+        num_tokens = sum(1 + chunk.num_accepted for chunk in decoded)
+        self._returns.observe(Round(drafts, num_tokens, self._seconds_expected))
         return report
 
     def predict(self, plan: Plan) -> tuple[float, float, float] | None:
@@ -135,7 +143,9 @@ class LocalScheduler:
         without_drafts = plan.num_tokens - sum(chunk.num_admitted for chunk in plan.drafted)
         sizes = [plan.num_tokens, without_drafts, sum(chunk.num_rows == 1 for chunk in plan.chunks)]
         verify, plain, anchors = self._curve.step_seconds(sizes, plan.context_tokens).tolist()
-        return verify + self._curve.draft_seconds(len(plan.drafted)), anchors, plain - anchors
+        draft = self._curve.draft_seconds(len(plan.drafted))
+        self._seconds_expected = verify + draft - (plain - anchors)
+        return verify + draft, anchors, plain - anchors
 
     def refresh(self, result: StepResult) -> None:
         """The curve follows the machine: every few steps it learns from the one just done."""
@@ -168,7 +178,9 @@ class LocalScheduler:
 
     def _survivals(self, sequences: Seq[Sequence], batcher: Batcher) -> bytes:
         """Rows of a report."""
-        limits = [batcher.draft_limit(s) if s.num_pending == 1 else 0 for s in sequences]  # none inside its prompt
+        # None inside a prompt, none for whom drafting doesn't pay.
+        drafted = [s.num_pending == 1 and s.draft_return.expected for s in sequences]
+        limits = [batcher.draft_limit(s) if yes else 0 for s, yes in zip(sequences, drafted, strict=True)]
         expected = [s.expected_confidences[:limit] for s, limit in zip(sequences, limits, strict=True)]
         return budget.encode_survival(list(map(budget.survival, expected)), self._max_drafts)
 

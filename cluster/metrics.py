@@ -64,6 +64,9 @@ class EngineMetrics:
         self._trimmed = _counter(
             registry, "dspark_draft_tokens_trimmed", "Draft tokens proposed but not admitted to verification"
         )
+        self._left_out = _counter(
+            registry, "dspark_rounds_undrafted", "Rounds of requests left out of a draft pass that others were in"
+        )
         self._skipped = _counter(
             registry, "dspark_drafter_skipped_steps", "Steps with running requests that skipped the draft pass"
         )
@@ -161,7 +164,10 @@ class EngineMetrics:
         self._trimmed.inc(num_proposed - num_verified)
         self._used.inc(num_verified)
         self._granted.inc(result.cap)
-        if result.rounds and result.mode == "local" and not (result.cap or result.report.drafted):
+        if result.report.drafted:
+            self._left_out.inc(sum(not verify_round.num_proposed for verify_round in result.rounds))
+        decided = result.mode not in ("plain", "fixed")
+        if result.rounds and decided and not (result.cap or result.report.drafted):
             self._skipped.inc()
 
     def _observe_round(self, verify_round: VerifyRound) -> None:

@@ -1,4 +1,4 @@
-"""Temperatures refitted from production: towards the truth, by bounded steps, on evidence only, and never on answers."""
+"""Temperatures refitted in production: towards the truth, by bounded steps, on evidence only; answers never change."""
 
 from __future__ import annotations
 
