@@ -6,6 +6,7 @@ this engine, so it is known for whom it was made and how old the confidences beh
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -27,13 +28,17 @@ class Offer:
     asked_seconds: float
     """When the report went out, on the engine's clock. The lease's time runs from here: a late answer is an old one."""
     drafting: frozenset[str]
-    """The requests that it was made for: those whose drafts might be verified."""
+    """The requests of the report whose drafts might be verified."""
 
     @classmethod
     def of(cls, lease: BudgetLease, report: LoadReport, asked_seconds: float) -> Self:
         rows = zip(report.request_ids, survival_levels(report), strict=True)
         drafting = frozenset(name for name, levels in rows if levels.any())
         return cls(lease, report, asked_seconds, drafting)
+
+    def fits(self, running: Iterable[str], drafting: Iterable[str]) -> bool:
+        """Whether it was made for the requests that run now, and reckoned with all of these drafts."""
+        return self.drafting.issuperset(drafting) and set(running) == set(self.report.request_ids)
 
     @property
     def ends_seconds(self) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from cluster import fleet
+from cluster.calibration import Evidence, refit
 from cluster.fleet import Group
 from cluster.messages import BudgetLease, LoadReport, SchedulerMode, SlaTier
 from cluster.speeds import speeds
@@ -38,6 +39,10 @@ class Member:
     max_num_seqs: int
     tiers: tuple[SlaTier, ...]
     curve: CostCurve
+    temperatures: tuple[float, ...] = ()
+    """What its confidence logits are divided by now; empty when there are none."""
+    evidence: Evidence | None = None
+    """What became of its drafts since it last said so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +101,15 @@ class Roster:
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
+        self._temperatures: tuple[float, ...] = ()
+        self._evidence = Evidence.none(0)
 
     def introduce(self, member: Member, now: float) -> None:
         """Somebody new, or somebody known whose curve or name has changed."""
         entry = self.entries.setdefault(member.engine, Entry(member, now))
-        entry.member, entry.said_seconds = member, now
+        entry.member, entry.said_seconds = replace(member, evidence=None), now
+        if member.evidence is not None and member.temperatures:
+            self._learn(member.evidence, member.temperatures)
 
     def note(self, engine: str, report: LoadReport, experience: Experience, now: float) -> bool:
         """Keep a report. False when nobody of this name has introduced itself."""
@@ -110,6 +119,12 @@ class Roster:
         entry.report, entry.said_seconds = report, now
         entry.experience = experience.after(entry.experience)
         return True
+
+    def _learn(self, evidence: Evidence, temperatures: tuple[float, ...]) -> None:
+        """All engines have one drafter, so what became of anybody's drafts moves the temperatures of all."""
+        if len(self._temperatures) != len(temperatures):  # the first that is heard of it: nothing else is remembered
+            self._temperatures, self._evidence = temperatures, Evidence.none(len(temperatures))
+        self._temperatures, self._evidence = refit(self._evidence + evidence, self._temperatures)
 
     def forget_silent(self, now: float) -> None:
         """A dead engine must not weigh on the others, nor hold up its group's successor."""
@@ -129,12 +144,22 @@ class Roster:
             groups = [_group(company) for company in companies]
             for company, leases in zip(companies, fleet.allocate(groups, tiers), strict=True):
                 for entry, lease in zip(company, leases, strict=True):
-                    entry.lease = _published(entry, lease)
+                    entry.lease = self._published(entry, lease)
                     waiting.discard(entry.member.engine)
                     num_leases += 1
         for engine in waiting:
             self.entries[engine].lease = None
         return num_leases
+
+    def _published(self, entry: Entry, lease: BudgetLease) -> BudgetLease:
+        assert entry.report is not None
+        member = entry.member
+        return replace(
+            lease,
+            speeds=speeds(entry.report, lease, member.curve, member.tiers, member.max_num_seqs),
+            temperatures=self._temperatures if len(member.temperatures) == len(self._temperatures) else (),
+            duration_seconds=LEASE_SECONDS,
+        )
 
     def companies(self) -> Iterator[tuple[tuple[SlaTier, ...], list[Company]]]:
         """Who steps together and is complete, ranks in order; those who promise the same are served together."""
@@ -155,10 +180,3 @@ def _group(company: Company) -> Group:
     reports = [entry.report for entry in company if entry.report is not None]
     previous = [entry.lease for entry in company if entry.lease is not None]
     return Group(reports, company[0].member.curve, previous if len(previous) == len(company) else ())
-
-
-def _published(entry: Entry, lease: BudgetLease) -> BudgetLease:
-    assert entry.report is not None
-    member = entry.member
-    promised = speeds(entry.report, lease, member.curve, member.tiers, member.max_num_seqs)
-    return replace(lease, speeds=promised, duration_seconds=LEASE_SECONDS)
