@@ -77,7 +77,9 @@ class _Loads:
         verified_IN = np.take_along_axis(self.cumulative_IS, self.room_IN, axis=1)
         tokens_QN = self.running_Q[:, None] + np.add.reduceat(verified_IN, self.starts, axis=0)
         self.verify_QN = np.stack([self._verify_seconds(q, options_N) for q in range(len(groups))])
-        ranks = zip(groups, np.maximum.reduceat(self.running_I, self.starts), strict=True)
+        # Who has no slot isn't drafted for: near the end, inside a prompt, or too hard (cluster/bypass.py).
+        drafted_I = np.array([survival_levels(report).any(axis=1).sum() for report in self.reports])
+        ranks = zip(groups, np.maximum.reduceat(drafted_I, self.starts), strict=True)
         self.draft_Q = np.array([group.curve.draft_seconds(int(most)) for group, most in ranks])
         without_Q = self.running_Q / self.verify_QN[:, 0]
         self.rates = np.concatenate([without_Q[:, None], tokens_QN / (self.verify_QN + self.draft_Q[:, None])], axis=1)
@@ -105,7 +107,7 @@ class _Loads:
         rates = self.rates[q]
         option = best if rates[best] - rates[kept] > min_gain * rates[kept] else kept
         if any(tier.min_tokens_per_second and tier.weight > 1 for tier in tiers):
-            option = self._with_promises(q, kept, tiers, min_gain)
+            option = self._with_promises(q, max(best, 1), kept, tiers, min_gain)
         ranks = range(self.starts[q], self.starts[q] + len(self.groups[q].reports))
         epochs = [lease.epoch + 1 for lease in self.groups[q].previous] or [0] * len(ranks)
         if option == 0:
@@ -130,7 +132,7 @@ class _Loads:
         last_survival = self.cumulative_IS[i, cap] - self.cumulative_IS[i, max(cap - 1, 0)]
         return float(min(self.rates[q, option] * last_slot_seconds, last_survival))
 
-    def _with_promises(self, q: int, kept: int, tiers: Sequence[SlaTier], min_gain: float) -> int:
+    def _with_promises(self, q: int, start: int, kept: int, tiers: Sequence[SlaTier], min_gain: float) -> int:
         """The best option when promised tokens count more; the kept one unless that promises `min_gain` more."""
         ranks = range(self.starts[q], self.starts[q] + len(self.groups[q].reports))
         options = slice(self.spans_Q[q] + 1)
@@ -140,7 +142,7 @@ class _Loads:
             self.verify_QN[q, options] + self.draft_Q[q],
             float(self.verify_QN[q, 0]),
             int(self.running_Q[q]),
-        ).best(kept, min_gain)
+        ).best(start, kept, min_gain)
 
 
 class _Promised:
@@ -164,11 +166,10 @@ class _Promised:
         tokens = sum(rank.weighted_tokens(seconds_without)[0] for rank in promises)
         self._values = {0: float(tokens / seconds_without)}
 
-    def best(self, kept: int, min_gain: float) -> int:
-        if kept:
-            self._look(kept)
+    def best(self, start: int, kept: int, min_gain: float) -> int:
+        """`start`: where to look first when nothing is kept, at least 1."""
+        self._look(kept or start)  # one look bounds all
         enough = self._values[kept] * (1 + min_gain)
-        self._look(len(self._seconds))  # the longest step bounds all
         while self._bounds.max() > max(enough, *self._values.values()):
             self._look(1 + int(self._bounds.argmax()))
         best = max(self._values, key=lambda option: (self._values[option], -option))
@@ -182,7 +183,7 @@ class _Promised:
         seconds, rate = self._seconds[at], self._rates[at]
         tokens_N = np.zeros(len(self._seconds))
         for rank, room_N in zip(self._promises, self._room, strict=True):
-            tokens_N += rank.weighted_tokens(seconds)[room_N]
+            tokens_N += rank.weighted_tokens(seconds).take(room_N)
         self._values[option] = float(tokens_N[at] * rate)
         shorter, longer = self._bounds[:at], self._bounds[at:]
         np.minimum(shorter, tokens_N[:at] * self._rates[:at], out=shorter)

@@ -71,7 +71,8 @@ class Promises:
         """
         needs = self._speeds * seconds
         values = needs - self._before
-        np.clip(values, 0, self._survival, out=values)
+        np.maximum(values, 0, out=values)
+        np.minimum(values, self._survival, out=values)
         values *= self._extra
         values += self._survival
         tokens = np.empty(values.size + 1)
