@@ -138,7 +138,7 @@ def test_a_curve_that_was_measured_wrong_in_a_region_gets_right_without_a_visit_
         curve = curve.observed(rows, 500, float(truth.step_seconds(rows, 500)) * noise)
     sizes = np.array([1, 2, 4, 6, 8, 16, 20, 24, 32, 40, 48, 64, 80])
     for context in (64, 500, 40_000):
-        assert curve.step_seconds(sizes, context) == pytest.approx(truth.step_seconds(sizes, context), rel=0.1)
+        assert curve.step_seconds(sizes, context) == pytest.approx(truth.step_seconds(sizes, context), rel=0.12)
     assert (np.diff(curve.step_seconds(np.arange(1, 100), 500)) >= 0).all()
 
 
