@@ -76,7 +76,8 @@ def _seconds(
     context = report.context_tokens * anchors / max(len(report.tiers), 1)
     filled = np.maximum(num_drafts, lease.padded_tokens - anchors - report.num_prefill_tokens)
     seconds = decode_seconds(curve, anchors, report.num_prefill_tokens, filled, context)
-    return seconds + np.where(num_drafts > 0, curve.draft_seconds(anchors), 0.0)
+    drafted = anchors - int((~survival_levels(report).any(axis=1)).sum())
+    return seconds + np.where(num_drafts > 0, curve.draft_seconds(drafted), 0.0)
 
 
 def _least_value(report: LoadReport, lease: BudgetLease, cap: int, tiers: Sequence[SlaTier]) -> float:

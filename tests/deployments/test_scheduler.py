@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import ray
@@ -20,6 +21,7 @@ from cluster.profiler import _provenance
 from cluster.shard import Shard
 from cluster.sps import CostCurve, DraftSample, VerifySample
 from deployments.config import parse_config
+from ops.explain import table
 
 pytestmark = pytest.mark.server
 
@@ -110,6 +112,12 @@ def test_leases_decide_and_the_scheduler_counts(pair: Server) -> None:
     eventually(lambda: pair.metric("dspark_scheduler_engines") == 2, "the scheduler knows both engines")
     assert pair.metric("dspark_scheduler_leases_total") > 0
     assert pair.metric("dspark_lease_age_seconds_count") >= steps(pair, "lease")
+    answer = httpx.get(f"{pair.url}/v1/dspark/scheduler", timeout=30)
+    assert answer.status_code == 200
+    engines = answer.json()["engines"]
+    assert [engine["replica"] for engine in engines] == ["0", "1"]
+    assert all(engine["speeds"] and engine["epoch"] > 0 for engine in engines)
+    assert "2 engines" in table(answer.json())
 
 
 def test_killed_again_and_again_under_load_no_request_fails(pair: Server) -> None:
