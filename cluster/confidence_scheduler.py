@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from ray.exceptions import RayActorError, RayError
 
+from cluster.accounts import FleetAccount, account
 from cluster.messages import BudgetLease, LoadReport, StepResult
 from cluster.metrics import SchedulerMetrics
 from cluster.roster import Answer, Experience, Member, Roster
@@ -45,6 +46,7 @@ class ConfidenceScheduler:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._started_seconds = clock()
         self._roster = Roster()
         self._metrics = SchedulerMetrics()
         self._round: asyncio.Task[None] | None = None
@@ -63,6 +65,12 @@ class ConfidenceScheduler:
             self._round = asyncio.create_task(self._answer())
         await asyncio.shield(self._round)
         return Answer(known=True, lease=self._roster.lease(engine))
+
+    async def explain(self) -> FleetAccount:
+        """Who has which lease, and why."""
+        now = self._clock()
+        self._roster.forget_silent(now)
+        return account(self._roster, now, now - self._started_seconds)
 
     async def metrics_text(self) -> str:
         """The scheduler's registry as exposition text."""

@@ -20,6 +20,8 @@ import torch
 
 from cluster import verifier
 from cluster.batcher import Batcher, Chunk, Plan, Sequence
+from cluster.calibration import Evidence
+from cluster.calibrator import Calibrator
 from cluster.config import EngineConfig
 from cluster.kv_cache import BlockPool
 from cluster.leases import Offer
@@ -63,6 +65,7 @@ class Engine:
         self._config = config
         self._shard = shard
         self._scheduler = LocalScheduler(config, self.max_drafts, curve, tiers)
+        self._calibrator = Calibrator(shard.temperatures)
         self.clock = clock
         self.tiers = tiers
         self._pool = BlockPool(config.num_kv_blocks, config.kv_block_size, config.enable_prefix_caching)
@@ -103,6 +106,8 @@ class Engine:
         From any thread. Steps use it once the report is old enough, as long as it lasts and their requests are its own.
         """
         self._scheduler.offer(Offer.of(lease, report, asked_seconds))
+        if lease.temperatures:
+            self.calibrate(lease.temperatures)
 
     @property
     def curve(self) -> CostCurve | None:
@@ -142,12 +147,29 @@ class Engine:
         with self._lock:
             return tuple(self._sequences)
 
+    # --- calibration ---
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """By slot: what confidence logits are divided by now. Empty without a confidence head."""
+        return self._calibrator.temperatures
+
+    def take_evidence(self) -> Evidence:
+        """What became of drafts since the last time. From any thread; who never asks leaves the engine to itself."""
+        return self._calibrator.take()
+
+    def calibrate(self, temperatures: tuple[float, ...]) -> None:
+        """Draft with these from the next step on. From any thread. ValueError when they don't fit the drafter."""
+        self._calibrator.offer(temperatures)
+
     # --- the step ---
 
     @torch.inference_mode()
     def step(self) -> StepResult:
         """Run one step. Call it while there is work, and without any every `shard.idle_seconds`."""
         started = self.clock()
+        if temperatures := self._calibrator.due():
+            self._shard.calibrate(temperatures)
         aborted = self._receive()
         lease, mode = self._scheduler.lease(self._batcher, started)
         lease_age = self._scheduler.lease_age(started)
@@ -160,6 +182,7 @@ class Engine:
         self._admit(plan, lease)
         predicted = self._scheduler.predict(plan)
         outcomes, forward = self._verify(plan, draft, rows)
+        self._learn(plan, draft, outcomes)
         events, rounds = self._commit(plan, outcomes, forward)
 
         report = self._scheduler.report(
@@ -182,6 +205,7 @@ class Engine:
             num_preempted=plan.num_preempted,
             num_prompt_tokens=plan.num_prompt_tokens,
             num_cached_prompt_tokens=plan.num_cached_prompt_tokens,
+            calibration=self._calibrator.report(),
         )
         self._scheduler.refresh(result)
         self._num_steps += 1
@@ -252,6 +276,22 @@ class Engine:
         )
         return {c.sequence.request_id: outcome for c, outcome in zip(anchored, outcomes, strict=True)}, forward
 
+    def _learn(self, plan: Plan, draft: Draft | None, outcomes: dict[str, Outcome]) -> None:
+        """COMMIT: what became of the admitted drafts, against what their confidences said."""
+        if draft is None or not self._calibrator.temperatures:
+            return
+        chunks = plan.drafted
+        known, passed = zip(*(_known_and_passed(c, outcomes[c.sequence.request_id]) for c in chunks), strict=True)
+        self._calibrator.observe(
+            Evidence.of_step(
+                confidences=draft.confidences.numpy(),
+                temperatures=self._calibrator.temperatures,
+                num_known=known,
+                num_passed=passed,
+                coupled=[chunk.sequence.request.sampling.seed is not None for chunk in chunks],
+            )
+        )
+
     def _commit(
         self, plan: Plan, outcomes: dict[str, Outcome], forward: StepTensors | None
     ) -> tuple[list[TokenEvent], list[VerifyRound]]:
@@ -281,6 +321,7 @@ class Engine:
         sequence = chunk.sequence
         num_accepted = len(outcome.token_ids) - 1
         verify_round = VerifyRound(len(chunk.proposed), chunk.num_admitted, num_accepted, sequence.request.tier)
+        chunk.num_accepted = num_accepted
         sequence.num_rounds += 1
         sequence.num_drafted += verify_round.num_proposed
         sequence.num_verified += verify_round.num_verified
@@ -332,6 +373,18 @@ def _max_drafts(config: EngineConfig, block_size: int) -> int:
     if asked > block_size:
         raise ValueError(f"num_speculative_tokens is {asked}, but the drafter's block holds {block_size} tokens")
     return asked
+
+
+def _known_and_passed(chunk: Chunk, outcome: Outcome) -> tuple[int, int]:
+    """How many of the chunk's leading drafts have a known outcome that says something, and how many of them passed."""
+    sequence, drafts = chunk.sequence, chunk.drafts
+    if verifier.edits_logits(sequence.request.sampling, sequence.num_output):
+        return 0, 0
+    num_passed = len(outcome.token_ids) - 1
+    # The last token replaced a draft, unless it is that draft: then it ended the request, and what follows is unknown.
+    if num_passed < len(drafts) and outcome.token_ids[-1] == drafts[num_passed]:
+        return num_passed + 1, num_passed + 1
+    return len(drafts), num_passed
 
 
 def _rows_for(anchored: list[Chunk], draft: Draft) -> Draft:

@@ -287,6 +287,8 @@ class EngineActor:
                 max_num_seqs=self._config.max_num_seqs,
                 tiers=engine.tiers,
                 curve=engine.curve,
+                temperatures=engine.temperatures,
+                evidence=engine.take_evidence(),
             )
 
         return Line(name, engine, introduce)

@@ -6,6 +6,7 @@ this engine, so it is known for whom it was made and how old the confidences beh
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -27,13 +28,17 @@ class Offer:
     asked_seconds: float
     """When the report went out, on the engine's clock. The lease's time runs from here: a late answer is an old one."""
     drafting: frozenset[str]
-    """The requests that it was made for: those whose drafts might be verified."""
+    """The requests of the report whose drafts might be verified."""
 
     @classmethod
     def of(cls, lease: BudgetLease, report: LoadReport, asked_seconds: float) -> Self:
         rows = zip(report.request_ids, survival_levels(report), strict=True)
         drafting = frozenset(name for name, levels in rows if levels.any())
         return cls(lease, report, asked_seconds, drafting)
+
+    def fits(self, running: Iterable[str], drafting: Iterable[str]) -> bool:
+        """Whether it was made for the requests that run now, and reckoned with all of these drafts."""
+        return self.drafting.issuperset(drafting) and set(running) == set(self.report.request_ids)
 
     @property
     def ends_seconds(self) -> float:
@@ -58,6 +63,12 @@ class Offers:
     def add(self, offer: Offer) -> None:
         others = [other for other in self._offers if other.report.step != offer.report.step]
         self._offers = (offer, *others[: KEPT_OFFERS - 1])
+
+    def age(self, now: float) -> float | None:
+        """Seconds since the newest lease was asked for; None when there is none or it has ended."""
+        if not self._offers or now >= self._offers[0].ends_seconds:
+            return None
+        return now - self._offers[0].asked_seconds
 
     def current(self, newest_step: int, now: float) -> Offer | None:
         """The newest offer that hasn't ended and rests on a report of `newest_step` or an earlier step, if any."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from cluster import budget, fleet, sla
 from cluster.batcher import Batcher, Plan, Sequence
+from cluster.bypass import Returns, Round
 from cluster.config import EngineConfig
 from cluster.leases import Offer, Offers
 from cluster.messages import BudgetLease, CostCurveError, LoadReport, SchedulerMode, SlaTier, StepResult
@@ -58,6 +59,8 @@ class LocalScheduler:
         self._offers = Offers()
         self._offer: Offer | None = None
         self._needs: dict[str, float] = {}
+        self._returns = Returns()
+        self._seconds_expected = 0.0
         self._expected_confidences = [1.0] * max_drafts  # nothing is known yet: every slot gets its chance
 
     def welcome(self, sequence: Sequence) -> None:
@@ -94,8 +97,8 @@ class LocalScheduler:
         self._offers.add(offer)
 
     def lease_age(self, now: float) -> float | None:
-        """Seconds since the engine asked for the lease that the last step used; None when that was its own."""
-        return now - self._offer.asked_seconds if self._offer else None
+        """Seconds since the engine asked for the newest lease that it holds, used or not; None when it has none."""
+        return self._offers.age(now)
 
     def lease(self, batcher: Batcher, now: float) -> tuple[BudgetLease, SchedulerMode]:
         """How many drafts the next step may verify; it begins at `now` seconds of the engine's clock."""
@@ -107,6 +110,7 @@ class LocalScheduler:
             return UNLIMITED, "bypass"
         self._num_steps_leased += 1
         decoding = [sequence for sequence in batcher.running if sequence.num_pending == 1]
+        self._returns.judge([sequence.draft_return for sequence in decoding], self._curve.draft_seconds)
         offer = self._offers.current(self._reports[0].step, now)
         if offer is not None and self._config.data_parallel_size > 1:
             # Followed from step to step, because all ranks of the group are to have it at once; and no bypass: drafts
@@ -125,7 +129,7 @@ class LocalScheduler:
         report = self._current_load(batcher)
         if budget.everything_admitted(report, curve, self._tiers):
             self._adopt(UNLIMITED, "bypass", report)
-        elif offer is not None and offer.drafting == self._drafting(batcher):
+        elif offer is not None and offer.fits(report.request_ids, self._drafting(batcher)):
             self._adopt(offer.lease, "lease", report, offer)
         else:
             [[lease]] = fleet.allocate([fleet.Group([report], curve, [self._last_lease])], self._tiers)
@@ -138,9 +142,13 @@ class LocalScheduler:
     def _has_ended(self, now: float) -> bool:
         return self._offer is not None and now >= self._offer.ends_seconds
 
-    def _drafting(self, batcher: Batcher) -> frozenset[str]:
+    def _drafting(self, batcher: Batcher) -> list[str]:
         """The running requests whose drafts might be verified."""
-        return frozenset(s.request_id for s in batcher.running if s.num_pending == 1 and batcher.draft_limit(s))
+        return [
+            s.request_id
+            for s in batcher.running
+            if s.num_pending == 1 and s.draft_return.expected and batcher.draft_limit(s)
+        ]
 
     def drafted(self, sequences: Seq[Sequence], num_slots: int) -> None:
         """Learn from the confidences of these sequences' new blocks; there are none when the step drafts nothing."""
@@ -182,6 +190,10 @@ class LocalScheduler:
             newcomer=self._newcomer(),
         )
         self._reports.append(report)
+        decoded = [chunk for chunk in plan.chunks if chunk.num_rows == 1]
+        drafts = tuple((chunk.sequence.draft_return, chunk.num_accepted) for chunk in decoded if chunk.proposed)
+        num_tokens = sum(1 + chunk.num_accepted for chunk in decoded)
+        self._returns.observe(Round(drafts, num_tokens, self._seconds_expected))
         return report
 
     def predict(self, plan: Plan) -> tuple[float, float, float] | None:
@@ -191,7 +203,9 @@ class LocalScheduler:
         without_drafts = plan.num_tokens - sum(chunk.num_admitted for chunk in plan.drafted)
         sizes = [plan.num_tokens, without_drafts, sum(chunk.num_rows == 1 for chunk in plan.chunks)]
         verify, plain, anchors = self._curve.step_seconds(sizes, plan.context_tokens).tolist()
-        return verify + self._curve.draft_seconds(len(plan.drafted)), anchors, plain - anchors
+        draft = self._curve.draft_seconds(len(plan.drafted))
+        self._seconds_expected = verify + draft - (plain - anchors)
+        return verify + draft, anchors, plain - anchors
 
     def refresh(self, result: StepResult) -> None:
         """The curve follows the machine: every few steps it learns from the one just done."""
@@ -224,7 +238,9 @@ class LocalScheduler:
 
     def _survivals(self, sequences: Seq[Sequence], batcher: Batcher) -> bytes:
         """Rows of a report."""
-        limits = [batcher.draft_limit(s) if s.num_pending == 1 else 0 for s in sequences]  # none inside its prompt
+        # None inside a prompt, none for whom drafting doesn't pay.
+        drafted = [s.num_pending == 1 and s.draft_return.expected for s in sequences]
+        limits = [batcher.draft_limit(s) if yes else 0 for s, yes in zip(sequences, drafted, strict=True)]
         expected = [s.expected_confidences[:limit] for s, limit in zip(sequences, limits, strict=True)]
         return budget.encode_survival(list(map(budget.survival, expected)), self._max_drafts)
 

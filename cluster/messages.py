@@ -13,6 +13,7 @@ FinishReason = Literal["stop", "length", "abort"]
 SchedulerMode = Literal["plain", "fixed", "bypass", "local", "lease"]
 """Who decided what a step verifies: nobody (nothing to draft), the fixed length, the load (all was admitted without a
 search), the engine's own `allocate`, or the fleet's scheduler."""
+VerificationMode = Literal["rejection", "coupled"]
 
 
 class DSparkError(Exception):
@@ -263,6 +264,20 @@ class StepPrediction:
 
 
 @dataclass(frozen=True, slots=True)
+class PositionCalibration:
+    """How true the confidences of one slot are lately, among requests that are verified in one mode."""
+
+    mode: VerificationMode
+    position: int
+    error: float
+    """Expected calibration error of the survival, 20 bins."""
+    num_slots: int
+    """How many it was seen on."""
+    temperature: float
+    """What the slot's confidence logits are divided by now."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What one engine step did."""
 
@@ -277,7 +292,7 @@ class StepResult:
     """One per request that verified; the token that a prompt ends in is no round."""
     mode: SchedulerMode = "plain"
     lease_age_seconds: float | None = None
-    """In mode "lease": how long ago the engine asked for it."""
+    """How long ago the engine asked for the newest lease that it holds, used or not; None without one."""
     cap: int = 0
     """Draft tokens that this step was allowed to verify."""
     predicted: StepPrediction | None = None
@@ -288,6 +303,8 @@ class StepResult:
     num_prompt_tokens: int = 0
     """Prompt tokens of the requests that entered in this step, and how many of them the prefix cache held."""
     num_cached_prompt_tokens: int = 0
+    calibration: tuple[PositionCalibration, ...] = ()
+    """Every few hundred steps, and then of every position that was seen often enough."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,15 +82,31 @@ class EngineMetrics:
         self._trimmed = _counter(
             registry, "dspark_draft_tokens_trimmed", "Draft tokens proposed but not admitted to verification"
         )
+        self._left_out = _counter(
+            registry, "dspark_rounds_undrafted", "Rounds of requests left out of a draft pass that others were in"
+        )
         self._skipped = _counter(
             registry, "dspark_drafter_skipped_steps", "Steps with running requests that skipped the draft pass"
+        )
+
+        self._calibration_error = Gauge(
+            "dspark_calibration_error_ratio",
+            "Expected calibration error of the survival lately",
+            ["mode", "position"],
+            registry=registry,
+        )
+        self._temperature = Gauge(
+            "dspark_confidence_temperature",
+            "What the slot's confidence logits are divided by",
+            ["position"],
+            registry=registry,
         )
 
     def _build_steps(self, registry: CollectorRegistry) -> None:
         self._steps = _counter(registry, "dspark_steps", "Engine steps by who decided what they verify", "mode")
         self._lease_age = Histogram(
             "dspark_lease_age_seconds",
-            "In steps that the fleet's lease decided: how long ago the engine asked for it",
+            "In steps of an engine that holds a lease of the fleet, used or not: how long ago it asked for it",
             buckets=LEASE_AGE_BUCKETS,
             registry=registry,
         )
@@ -154,6 +170,9 @@ class EngineMetrics:
             self._ratio.observe(result.seconds / expected.step_seconds)
             emitted_per_round = sum(1 + r.num_accepted for r in result.rounds) / max(len(result.rounds), 1)
             self._plain.inc(expected.anchors_seconds * emitted_per_round + expected.prompts_seconds)
+        for found in result.calibration:
+            self._calibration_error.labels(found.mode, str(found.position)).set(found.error)
+            self._temperature.labels(str(found.position)).set(found.temperature)
         self._running.set(result.num_running)
         self._waiting.set(result.report.num_waiting)
         self._preemptions.inc(result.num_preempted)
@@ -171,7 +190,10 @@ class EngineMetrics:
         self._trimmed.inc(num_proposed - num_verified)
         self._used.inc(num_verified)
         self._granted.inc(result.cap)
-        if result.rounds and result.mode in ("local", "lease") and not (result.cap or result.report.drafted):
+        if result.report.drafted:
+            self._left_out.inc(sum(not verify_round.num_proposed for verify_round in result.rounds))
+        decided = result.mode not in ("plain", "fixed")
+        if result.rounds and decided and not (result.cap or result.report.drafted):
             self._skipped.inc()
 
     def _observe_round(self, verify_round: VerifyRound) -> None:

@@ -16,6 +16,7 @@ import os
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,6 +27,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from starlette.exceptions import HTTPException
 
+from cluster.accounts import FleetAccount
 from cluster.messages import DSparkError, EngineDeadError, InvalidRequestError, QueueFullError, TierUnmetError
 from cluster.messages import Request as EngineRequest
 from cluster.metrics import CONTENT_TYPE, Exposition, ServiceMetrics, ShedReason
@@ -198,6 +200,7 @@ class Ingress:
         """`replicas`, `hub`: handles of the Replica and MetricsHub deployments."""
         self._config = config
         self._replicas = replicas.options(stream=True)
+        self._fleet = replicas
         self._hub = hub
         self._tokenizer = Tokenizer(resolve_source(config.engine_config().model_source))
         self._limits = ModelLimits(
@@ -239,6 +242,21 @@ class Ingress:
         self._keys.check(request)
         self._check_model(model_id)
         return JSONResponse(self._model())
+
+    @app.get("/v1/dspark/scheduler", response_model=None)
+    async def scheduler(self, request: Request) -> Response:
+        """What each engine may verify, and why."""
+        self._keys.check(request)
+        if not self._config.is_scheduled:
+            message = "nothing is scheduled here: there is no drafter, or how much is verified is fixed"
+            raise HttpError(404, message, "invalid_request_error", "not_scheduled")
+        try:
+            async with asyncio.timeout(HUB_TIMEOUT_SECONDS):
+                account: FleetAccount = await self._fleet.explain.remote()
+        except (ValueError, RayError, RayServeException, TimeoutError):
+            message = "the fleet's scheduler doesn't answer now; engines decide for themselves"
+            raise HttpError(503, message, "server_error", "scheduler_unavailable") from None
+        return JSONResponse(asdict(account))
 
     @app.get("/health", response_model=None)
     async def health(self) -> Response:

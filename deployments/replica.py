@@ -15,6 +15,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from cluster.accounts import FleetAccount
 from cluster.group import Place, start_engine
 from cluster.messages import EngineDeadError, EngineHealth, Request, TokenEvent
 from cluster.metrics import Exposition
@@ -66,6 +67,12 @@ class Replica:
                 del self._queues[request.request_id]
             if not finished and self._dead is None:
                 self._engine.abort.remote(request.request_id)
+
+    async def explain(self) -> FleetAccount:
+        """What the fleet's scheduler decided for all replicas of this version. ValueError, RayError: it is gone."""
+        scheduler = await asyncio.to_thread(serve.get_deployment_actor, SCHEDULER)
+        account: FleetAccount = await scheduler.explain.remote()
+        return account
 
     async def check_health(self) -> None:
         """Serve asks; raising means: replace me."""

@@ -124,6 +124,14 @@ ALERTS = (
         "{{ $labels.model }}: steps of replica {{ $labels.replica }} take {{ $value | humanize }} times what the cost "
         "curve expects, so verify budgets are wrong",
     ),
+    Alert(
+        "DSparkSchedulerStale",
+        f'sum by ({GROUP}) (rate(dspark_steps_total{{mode=~"local|bypass|lease"}}[5m])) > 0'
+        f" unless sum by ({GROUP}) (rate(dspark_scheduler_leases_total[5m])) > 0",
+        "5m",
+        "warning",
+        "{{ $labels.model }}: the fleet's scheduler has made no lease for 5 minutes; engines decide for themselves",
+    ),
 )
 
 

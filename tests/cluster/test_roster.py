@@ -8,12 +8,14 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_scheduling import curve
 
 import cluster
 from cluster import fleet
 from cluster.budget import encode_survival
+from cluster.calibration import Evidence
 from cluster.fleet import Group
 from cluster.messages import BudgetLease, LoadReport, SlaTier
 from cluster.roster import SILENT_SECONDS, Answer, Experience, Member, Roster
@@ -35,12 +37,12 @@ def member(name: str, group: str = "", rank: int = 0, size: int = 1, tiers: tupl
     )
 
 
-def load(num_requests: int, survival: float = 0.7) -> LoadReport:
+def load(num_requests: int, survival: float = 0.7, num_tiers: int = 2) -> LoadReport:
     row = [survival**k for k in range(1, 5)]
     return LoadReport(
         step=1,
         survival=encode_survival([row] * num_requests, 4),
-        tiers=bytes(r % 2 for r in range(num_requests)),
+        tiers=bytes(r % num_tiers for r in range(num_requests)),
         num_prefill_tokens=0,
         context_tokens=50 * num_requests,
         num_waiting=0,
@@ -142,12 +144,41 @@ def test_idle_engines_are_members_and_say_how_fast_a_request_would_be() -> None:
 def test_engines_that_promise_different_tiers_are_served_apart() -> None:
     roster = Roster()
     say(roster, member("a"), load(4))
-    say(roster, member("b", tiers=()), load(4))
+    say(roster, member("b", tiers=()), load(4, num_tiers=1))
     assert roster.allocate() == 2
     a, b = roster.lease("a"), roster.lease("b")
     assert a is not None
     assert b is not None
     assert (len(a.floors), len(b.floors), len(b.speeds)) == (2, 0, 1)
+
+
+def evidence(num_slots: int, passing: float) -> Evidence:
+    """2000 tested first slots whose confidence was 0.5, most of which pass or don't."""
+    one = np.full((2000, num_slots), 0.5)
+    passed = (np.arange(2000) < 2000 * passing).astype(np.int64)
+    return Evidence.of_step(one * 1.4, [1.0] * num_slots, np.ones(2000), passed, np.zeros(2000))
+
+
+def test_temperatures_follow_everybodys_evidence_and_come_back_with_the_lease() -> None:
+    roster = Roster()
+    for name in ("a", "b"):
+        say(roster, replace(member(name), temperatures=(1.0, 1.0), evidence=evidence(2, 0.99)), load(4))
+    say(roster, member("no head"), load(4))
+    roster.allocate()
+    leases = [roster.lease(name) for name in ("a", "b", "no head")]
+    assert all(leases)
+    temperatures = [lease.temperatures for lease in leases if lease]
+    assert temperatures[0] == temperatures[1]
+    assert temperatures[0][0] < 1.0, "what said 0.7 passes almost always, so it is to say more"
+    assert temperatures[0][1] == 1.0, "nothing was seen of the second slot"
+    assert temperatures[2] == ()
+    assert all(entry.member.evidence is None for entry in roster.entries.values())
+    successor = Roster()
+    say(successor, replace(member("a"), temperatures=temperatures[0], evidence=Evidence.none(2)), load(4))
+    successor.allocate()
+    lease = successor.lease("a")
+    assert lease is not None
+    assert lease.temperatures == temperatures[0], "a new scheduler goes on from what engines have"
 
 
 def test_a_report_of_a_full_engine_fits_four_kilobytes() -> None:

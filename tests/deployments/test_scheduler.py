@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import ray
@@ -16,6 +17,7 @@ from ray import serve
 from tiny_models import TinyModel, keep_curve, tiny_llama
 
 from cluster.messages import SchedulerMode
+from ops.explain import table
 
 pytestmark = pytest.mark.server
 
@@ -95,7 +97,13 @@ def test_leases_decide_and_the_scheduler_counts(pair: Server) -> None:
     eventually(lambda: leased(pair), "leases decide steps")
     eventually(lambda: pair.metric("dspark_scheduler_engines") == 2, "the scheduler knows both engines")
     assert pair.metric("dspark_scheduler_leases_total") > 0
-    assert pair.metric("dspark_lease_age_seconds_count") == steps(pair, "lease")
+    assert pair.metric("dspark_lease_age_seconds_count") >= steps(pair, "lease")
+    answer = httpx.get(f"{pair.url}/v1/dspark/scheduler", timeout=30)
+    assert answer.status_code == 200
+    engines = answer.json()["engines"]
+    assert [engine["replica"] for engine in engines] == ["0", "1"]
+    assert all(engine["speeds"] and engine["epoch"] > 0 for engine in engines)
+    assert "2 engines" in table(answer.json())
 
 
 def test_killed_again_and_again_under_load_no_request_fails(pair: Server) -> None:
