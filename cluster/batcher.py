@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from cluster.bypass import Return
 from cluster.config import EngineConfig
 from cluster.kv_cache import BlockPool
 from cluster.messages import InvalidRequestError, Request, RequestStats
@@ -34,6 +35,8 @@ class Sequence:
     """The last known confidence of each slot of a block: what ADMIT ranks by."""
     expected_confidences: list[float] = field(default_factory=list)
     """What its next block is expected to have: what the budget reckons with."""
+    draft_return: Return = field(default_factory=Return)
+    """Whether drafts for it repay their place in the draft pass."""
     began_seconds: float = 0.0
     """When its first token came from this engine, on its clock; 0 before."""
     began_output: int = 0
@@ -91,6 +94,8 @@ class Chunk:
     """Filled by DRAFT: at most `max_drafts` tokens."""
     num_admitted: int = 0
     """Filled by ADMIT."""
+    num_accepted: int = 0
+    """Filled by COMMIT: drafts that passed and were delivered."""
 
     def __post_init__(self) -> None:
         self.start = self.sequence.num_computed
@@ -234,11 +239,13 @@ class Batcher:
         """Reserve blocks for drafts, never by preempting. Who gets the rows of `room` is for ADMIT to say."""
         for chunk in plan.chunks:
             # The prompt's own token is no verify round, not even where the prompt's last chunk is a single row.
-            limit = min(self.draft_limit(chunk.sequence), room) if chunk.sequence.num_output else 0
-            length = len(chunk.sequence.tokens)
+            sequence = chunk.sequence
+            wanted = sequence.num_output and not sequence.draft_return.left_out
+            limit = min(self.draft_limit(sequence), room) if wanted else 0
+            length = len(sequence.tokens)
             # Without blocks for all of them, the free slots of the last block remain.
-            if limit and not self._pool.grow(chunk.sequence.block_ids, length + limit):
-                limit = min(limit, len(chunk.sequence.block_ids) * self._config.kv_block_size - length)
+            if limit and not self._pool.grow(sequence.block_ids, length + limit):
+                limit = min(limit, len(sequence.block_ids) * self._config.kv_block_size - length)
             chunk.max_drafts = limit
         plan.max_drafts = min(room, sum(chunk.max_drafts for chunk in plan.chunks))
 

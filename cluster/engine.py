@@ -20,13 +20,17 @@ import torch
 
 from cluster import verifier
 from cluster.batcher import Batcher, Chunk, Plan, Sequence
+from cluster.calibration import Evidence
+from cluster.calibrator import Calibrator
 from cluster.config import EngineConfig
 from cluster.kv_cache import BlockPool
+from cluster.leases import Offer
 from cluster.local_scheduler import LocalScheduler
 from cluster.messages import (
     BudgetLease,
     FinishReason,
     InvalidRequestError,
+    LoadReport,
     QueueFullError,
     Request,
     SlaTier,
@@ -61,8 +65,9 @@ class Engine:
         self._config = config
         self._shard = shard
         self._scheduler = LocalScheduler(config, self.max_drafts, curve, tiers)
-        self._clock = clock
-        self._num_tiers = len(tiers)
+        self._calibrator = Calibrator(shard.temperatures)
+        self.clock = clock
+        self.tiers = tiers
         self._pool = BlockPool(config.num_kv_blocks, config.kv_block_size, config.enable_prefix_caching)
         self._batcher = Batcher(config, self._pool, self.max_drafts)
         self._lock = threading.Lock()
@@ -95,6 +100,32 @@ class Engine:
             if request_id in self._sequences:
                 self._aborted.append(request_id)
 
+    def offer(self, lease: BudgetLease, report: LoadReport, asked_seconds: float) -> None:
+        """The fleet's scheduler answers a report of this engine, which was sent when `clock` said `asked_seconds`.
+
+        From any thread. Steps use it once the report is old enough, as long as it lasts and their requests are its own.
+        """
+        self._scheduler.offer(Offer.of(lease, report, asked_seconds))
+        if lease.temperatures:
+            self.calibrate(lease.temperatures)
+
+    @property
+    def curve(self) -> CostCurve | None:
+        """What steps cost, as learned so far; None where nothing is scheduled."""
+        return self._scheduler.curve
+
+    @property
+    def last_report(self) -> LoadReport:
+        """Of the last step. From any thread."""
+        return self._scheduler.last_report
+
+    def speeds(self) -> tuple[float, ...]:
+        """By tier (one number without tiers): tokens per second that one more request would get. From any thread.
+
+        The fleet's scheduler says it; without a lease the engine reckons for itself. () where nothing is scheduled.
+        """
+        return self._scheduler.speeds(self.clock())
+
     @property
     def has_work(self) -> bool:
         return bool(self._sequences)
@@ -116,37 +147,57 @@ class Engine:
         with self._lock:
             return tuple(self._sequences)
 
+    # --- calibration ---
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """By slot: what confidence logits are divided by now. Empty without a confidence head."""
+        return self._calibrator.temperatures
+
+    def take_evidence(self) -> Evidence:
+        """What became of drafts since the last time. From any thread; who never asks leaves the engine to itself."""
+        return self._calibrator.take()
+
+    def calibrate(self, temperatures: tuple[float, ...]) -> None:
+        """Draft with these from the next step on. From any thread. ValueError when they don't fit the drafter."""
+        self._calibrator.offer(temperatures)
+
     # --- the step ---
 
     @torch.inference_mode()
     def step(self) -> StepResult:
         """Run one step. Call it while there is work, and without any every `shard.idle_seconds`."""
-        started = self._clock()
+        started = self.clock()
+        if temperatures := self._calibrator.due():
+            self._shard.calibrate(temperatures)
         aborted = self._receive()
-        lease, mode = self._scheduler.lease(self._batcher)
+        lease, mode = self._scheduler.lease(self._batcher, started)
+        lease_age = self._scheduler.lease_age(started)
         plan = self._batcher.plan(lease.cap)
         rows = verifier.sampling_rows([chunk.sequence for chunk in plan.anchored], self._num_steps)
 
-        draft_started = self._clock()
+        draft_started = self.clock()
         draft = self._draft(plan, rows)
-        draft_seconds = self._clock() - draft_started
+        draft_seconds = self.clock() - draft_started
         self._admit(plan, lease)
         predicted = self._scheduler.predict(plan)
         outcomes, forward = self._verify(plan, draft, rows)
+        self._learn(plan, draft, outcomes)
         events, rounds = self._commit(plan, outcomes, forward)
 
         report = self._scheduler.report(
-            self._num_steps, plan, self._batcher, self.num_waiting, draft is not None, self._clock()
+            self._num_steps, plan, self._batcher, self.num_waiting, draft is not None, self.clock()
         )
         result = StepResult(
             step=self._num_steps,
             events=(*aborted, *events),
             report=report,
             num_tokens=plan.num_tokens,
-            seconds=self._clock() - started,
+            seconds=self.clock() - started,
             draft_seconds=draft_seconds,
             rounds=tuple(rounds),
             mode=mode,
+            lease_age_seconds=lease_age,
             cap=plan.max_drafts,
             predicted=predicted and StepPrediction(*predicted),
             num_running=self.num_running,
@@ -154,6 +205,7 @@ class Engine:
             num_preempted=plan.num_preempted,
             num_prompt_tokens=plan.num_prompt_tokens,
             num_cached_prompt_tokens=plan.num_cached_prompt_tokens,
+            calibration=self._calibrator.report(),
         )
         self._scheduler.refresh(result)
         self._num_steps += 1
@@ -224,6 +276,22 @@ class Engine:
         )
         return {c.sequence.request_id: outcome for c, outcome in zip(anchored, outcomes, strict=True)}, forward
 
+    def _learn(self, plan: Plan, draft: Draft | None, outcomes: dict[str, Outcome]) -> None:
+        """COMMIT: what became of the admitted drafts, against what their confidences said."""
+        if draft is None or not self._calibrator.temperatures:
+            return
+        chunks = plan.drafted
+        known, passed = zip(*(_known_and_passed(c, outcomes[c.sequence.request_id]) for c in chunks), strict=True)
+        self._calibrator.observe(
+            Evidence.of_step(
+                confidences=draft.confidences.numpy(),
+                temperatures=self._calibrator.temperatures,
+                num_known=known,
+                num_passed=passed,
+                coupled=[chunk.sequence.request.sampling.seed is not None for chunk in chunks],
+            )
+        )
+
     def _commit(
         self, plan: Plan, outcomes: dict[str, Outcome], forward: StepTensors | None
     ) -> tuple[list[TokenEvent], list[VerifyRound]]:
@@ -241,7 +309,7 @@ class Engine:
             if outcome and sequence.num_output and chunk.num_rows == 1:
                 rounds.append(self._count(chunk, outcome))
             elif outcome and not sequence.began_seconds:  # the token that a prompt ends in is no round
-                sequence.began_seconds, sequence.began_output = self._clock(), sequence.num_output + 1
+                sequence.began_seconds, sequence.began_output = self.clock(), sequence.num_output + 1
             self._batcher.commit(chunk, outcome.token_ids if outcome else [])
             if outcome and outcome.finish_reason:
                 events.append(self._finish(sequence, outcome.finish_reason, outcome))
@@ -251,7 +319,9 @@ class Engine:
 
     def _count(self, chunk: Chunk, outcome: Outcome) -> VerifyRound:
         sequence = chunk.sequence
-        verify_round = VerifyRound(len(chunk.proposed), chunk.num_admitted, len(outcome.token_ids) - 1)
+        num_accepted = len(outcome.token_ids) - 1
+        verify_round = VerifyRound(len(chunk.proposed), chunk.num_admitted, num_accepted, sequence.request.tier)
+        chunk.num_accepted = num_accepted
         sequence.num_rounds += 1
         sequence.num_drafted += verify_round.num_proposed
         sequence.num_verified += verify_round.num_verified
@@ -262,7 +332,7 @@ class Engine:
         self._batcher.remove(sequence)
         with self._lock:
             del self._sequences[sequence.request_id]
-        self._finish_times.append(self._clock())
+        self._finish_times.append(self.clock())
         return TokenEvent(
             sequence.request_id,
             tuple(outcome.token_ids) if outcome else (),
@@ -275,14 +345,14 @@ class Engine:
         """When the next place should be free: the mean time between the latest finishes."""
         if not self._finish_times:
             return 1.0
-        mean = (self._clock() - self._finish_times[0]) / len(self._finish_times)
+        mean = (self.clock() - self._finish_times[0]) / len(self._finish_times)
         return min(max(1.0, mean), MAX_RETRY_AFTER_SECONDS)
 
     def _check(self, request: Request) -> None:
         """Raises InvalidRequestError for what no step could run; ranges are checked where people write them."""
         self._batcher.check(request)
-        if not 0 <= request.tier < max(self._num_tiers, 1):
-            raise InvalidRequestError("tier", f"{request.tier} is none of the {self._num_tiers} SLA tiers")
+        if not 0 <= request.tier < max(len(self.tiers), 1):
+            raise InvalidRequestError("tier", f"{request.tier} is none of the {len(self.tiers)} SLA tiers")
         size = self._shard.vocab_size
         sampling = request.sampling
         for name, token_ids in (
@@ -303,6 +373,18 @@ def _max_drafts(config: EngineConfig, block_size: int) -> int:
     if asked > block_size:
         raise ValueError(f"num_speculative_tokens is {asked}, but the drafter's block holds {block_size} tokens")
     return asked
+
+
+def _known_and_passed(chunk: Chunk, outcome: Outcome) -> tuple[int, int]:
+    """How many of the chunk's leading drafts have a known outcome that says something, and how many of them passed."""
+    sequence, drafts = chunk.sequence, chunk.drafts
+    if verifier.edits_logits(sequence.request.sampling, sequence.num_output):
+        return 0, 0
+    num_passed = len(outcome.token_ids) - 1
+    # The last token replaced a draft, unless it is that draft: then it ended the request, and what follows is unknown.
+    if num_passed < len(drafts) and outcome.token_ids[-1] == drafts[num_passed]:
+        return num_passed + 1, num_passed + 1
+    return len(drafts), num_passed
 
 
 def _rows_for(anchored: list[Chunk], draft: Draft) -> Draft:

@@ -25,9 +25,6 @@ from cluster.sps import CostCurve
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_TRIED_AT_ONCE = 16
-"""With promises, T's are tried so many at a time, those first that could be worth most."""
-
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -80,7 +77,9 @@ class _Loads:
         verified_IN = np.take_along_axis(self.cumulative_IS, self.room_IN, axis=1)
         tokens_QN = self.running_Q[:, None] + np.add.reduceat(verified_IN, self.starts, axis=0)
         self.verify_QN = np.stack([self._verify_seconds(q, options_N) for q in range(len(groups))])
-        ranks = zip(groups, np.maximum.reduceat(self.running_I, self.starts), strict=True)
+        # Who has no slot isn't drafted for: near the end, inside a prompt, or too hard (cluster/bypass.py).
+        drafted_I = np.array([survival_levels(report).any(axis=1).sum() for report in self.reports])
+        ranks = zip(groups, np.maximum.reduceat(drafted_I, self.starts), strict=True)
         self.draft_Q = np.array([group.curve.draft_seconds(int(most)) for group, most in ranks])
         without_Q = self.running_Q / self.verify_QN[:, 0]
         self.rates = np.concatenate([without_Q[:, None], tokens_QN / (self.verify_QN + self.draft_Q[:, None])], axis=1)
@@ -106,11 +105,9 @@ class _Loads:
 
     def lease(self, q: int, best: int, kept: int, tiers: Sequence[SlaTier], min_gain: float) -> list[BudgetLease]:
         rates = self.rates[q]
-        worth_kept = rates[kept]
-        gain = rates[best] - worth_kept
+        option = best if rates[best] - rates[kept] > min_gain * rates[kept] else kept
         if any(tier.min_tokens_per_second and tier.weight > 1 for tier in tiers):
-            best, gain, worth_kept = self._with_promises(q, kept, tiers)
-        option = best if gain > min_gain * worth_kept else kept
+            option = self._with_promises(q, max(best, 1), kept, tiers, min_gain)
         ranks = range(self.starts[q], self.starts[q] + len(self.groups[q].reports))
         epochs = [lease.epoch + 1 for lease in self.groups[q].previous] or [0] * len(ranks)
         if option == 0:
@@ -135,37 +132,64 @@ class _Loads:
         last_survival = self.cumulative_IS[i, cap] - self.cumulative_IS[i, max(cap - 1, 0)]
         return float(min(self.rates[q, option] * last_slot_seconds, last_survival))
 
-    def _with_promises(self, q: int, kept: int, tiers: Sequence[SlaTier]) -> tuple[int, float, float]:
-        """The best option when promised tokens count more, how much it is worth over the kept one, and what that is.
-
-        Options are tried in order of what they could be worth at most, until the next can't be better.
-        """
+    def _with_promises(self, q: int, start: int, kept: int, tiers: Sequence[SlaTier], min_gain: float) -> int:
+        """The best option when promised tokens count more; the kept one unless that promises `min_gain` more."""
         ranks = range(self.starts[q], self.starts[q] + len(self.groups[q].reports))
-        promises = [Promises(self.reports[i], tiers) for i in ranks]
-        seconds_N = self.verify_QN[q, : self.spans_Q[q] + 1] + self.draft_Q[q]
-        without = self.verify_QN[q, :1]
-        bounds = self.rates[q, 1 : len(seconds_N) + 1] + sum(rank.most_extra(seconds_N) for rank in promises)
+        options = slice(self.spans_Q[q] + 1)
+        return _Promised(
+            [Promises(self.reports[i], tiers) for i in ranks],
+            [self.room_IN[i, options] for i in ranks],
+            self.verify_QN[q, options] + self.draft_Q[q],
+            float(self.verify_QN[q, 0]),
+            int(self.running_Q[q]),
+        ).best(start, kept, min_gain)
 
-        def worth(options: Ints) -> list[float]:
-            seconds = seconds_N[options - 1]
-            tokens = [
-                rank.weighted_tokens(self.room_IN[i, options - 1], seconds)
-                for i, rank in zip(ranks, promises, strict=True)
-            ]
-            return [float(value) for value in sum(tokens) / seconds]
 
-        none = np.zeros(1, dtype=np.int64)
-        values = {0: float(sum(rank.weighted_tokens(none, without)[0] for rank in promises) / without[0])}
-        if kept:
-            values[kept] = worth(np.array([kept]))[0]
-        tried = np.argsort(-bounds, kind="stable") + 1
-        for start in range(0, len(tried), _TRIED_AT_ONCE):
-            options = tried[start : start + _TRIED_AT_ONCE]
-            if bounds[options[0] - 1] <= max(values.values()):
-                break
-            values.update(zip(options.tolist(), worth(options), strict=True))
-        best = max(values, key=lambda option: (values[option], -option))
-        return best, values[best] - values[kept], values[kept]
+class _Promised:
+    """One group's options when promised tokens count more: values where somebody looked, bounds everywhere else.
+
+    Looking at one option sorts its slots, which bounds all others. Verifying as many slots in a shorter step gives no
+    more weighted tokens; in a longer one, no more per second. So a few looks find the best of hundreds and prove it.
+    """
+
+    def __init__(
+        self,
+        promises: Sequence[Promises],
+        room_N: Sequence[Ints],
+        seconds_N: Array,
+        seconds_without: float,
+        num_running: int,
+    ) -> None:
+        self._promises, self._room, self._seconds, self._running = promises, room_N, seconds_N, num_running
+        self._rates = 1 / seconds_N
+        self._bounds = np.full(len(seconds_N), np.inf)
+        tokens = sum(rank.weighted_tokens(seconds_without)[0] for rank in promises)
+        self._values = {0: float(tokens / seconds_without)}
+
+    def best(self, start: int, kept: int, min_gain: float) -> int:
+        """`start`: where to look first when nothing is kept, at least 1."""
+        self._look(kept or start)  # one look bounds all
+        enough = self._values[kept] * (1 + min_gain)
+        while self._bounds.max() > max(enough, *self._values.values()):
+            self._look(1 + int(self._bounds.argmax()))
+        best = max(self._values, key=lambda option: (self._values[option], -option))
+        gain = self._values[best] - self._values[kept]
+        return best if gain > min_gain * self._values[kept] else kept
+
+    def _look(self, option: int) -> None:
+        if option in self._values:
+            return
+        at = option - 1
+        seconds, rate = self._seconds[at], self._rates[at]
+        tokens_N = np.zeros(len(self._seconds))
+        for rank, room_N in zip(self._promises, self._room, strict=True):
+            tokens_N += rank.weighted_tokens(seconds).take(room_N)
+        self._values[option] = float(tokens_N[at] * rate)
+        shorter, longer = self._bounds[:at], self._bounds[at:]
+        np.minimum(shorter, tokens_N[:at] * self._rates[:at], out=shorter)
+        # Each request has at least one token, and that one is worth less per second in a longer step.
+        np.minimum(longer, tokens_N[at:] * rate - self._running * (rate - self._rates[at:]), out=longer)
+        self._bounds[at] = -np.inf
 
 
 def _cumulative(reports: Sequence[LoadReport]) -> tuple[Array, Ints]:

@@ -25,12 +25,14 @@ import torch
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from cluster.confidence_scheduler import Line
 from cluster.config import EngineConfig
 from cluster.engine import Engine
 from cluster.mesh import Mesh, bundles_by_node
-from cluster.messages import EngineDeadError, EngineHealth, GroupError, Request, TokenEvent
-from cluster.metrics import EngineMetrics
+from cluster.messages import EngineDeadError, EngineHealth, GroupError, Request, SlaTier, TokenEvent
+from cluster.metrics import DEFAULT_TIER, EngineMetrics
 from cluster.profiler import cost_curve
+from cluster.roster import Member
 from cluster.shard import Shard
 
 logger = logging.getLogger(__name__)
@@ -139,14 +141,20 @@ class Followers:
 class EngineActor:
     """One engine behind Ray. The constructor returns at once; the model loads on the step thread."""
 
-    def __init__(self, config: EngineConfig, model_name: str, place: Place | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, model_name: str, place: Place | None = None, tiers: tuple[SlaTier, ...] = ()
+    ) -> None:
         self._config = config
+        self._tiers = tiers
         self._model_name = model_name
         self._place = place or Place()
         self._followers: Followers | None = None
         self._init_method = _free_address() if config.world_size > 1 and not self._place.dp_rank else ""
         self._engine: Future[Engine] = Future()
         self._metrics: EngineMetrics | None = None
+        self._line: Line | None = None
+        self._reporting: asyncio.Task[None] | None = None
+        self._replica = ""
         self._reason = ""
         self._last_step = time.monotonic()
         self._work = threading.Condition()
@@ -214,7 +222,20 @@ class EngineActor:
             num_running=engine.num_running,
             num_waiting=engine.num_waiting,
             num_free_kv_blocks=engine.num_free_kv_blocks,
+            speeds=engine.speeds(),
         )
+
+    async def advise(self, scheduler: Any, replica: str) -> None:
+        """The fleet's scheduler can be reached by this handle now, and this engine is `replica` to people.
+
+        Called again and again, since both may change. Nothing happens where nothing is scheduled.
+        """
+        await self._loaded()
+        self._replica = replica
+        if self._line is not None:
+            self._line.connect(scheduler)
+            if self._reporting is None:
+                self._reporting = asyncio.create_task(self._line.run())
 
     async def metrics_text(self) -> str:
         """The engine's registry as exposition text; empty until the model is loaded."""
@@ -230,8 +251,14 @@ class EngineActor:
         try:
             torch.set_num_threads(self._config.num_threads)
             shard = Shard.load(self._config, self._join())
-            engine = make_engine(self._config, shard)
-            self._metrics = EngineMetrics(self._config.num_kv_blocks, engine.max_drafts, lambda: shard.expert_load)
+            engine = make_engine(self._config, shard, self._tiers)
+            self._metrics = EngineMetrics(
+                self._config.num_kv_blocks,
+                engine.max_drafts,
+                [tier.name for tier in self._tiers] or [DEFAULT_TIER],
+                lambda: shard.expert_load,
+            )
+            self._line = self._line_of(engine)
             with self._work:
                 if not self._reason:
                     self._engine.set_result(engine)
@@ -243,10 +270,35 @@ class EngineActor:
                 self._emit(result.events)
                 if result.num_tokens or result.events:  # not a step that only others of the group waited for
                     self._metrics.observe_step(result)
+                    if self._line is not None:
+                        self._line.observe(result)
         except Exception as error:  # the boundary of the thread: whatever it was, the engine is dead and must say so
             logger.exception("the engine of %s died", self._model_name)
             blamed = self._followers.diagnose() if self._followers and isinstance(error, GroupError) else ""
             self._die(blamed or f"{type(error).__name__}: {error}")
+
+    def _line_of(self, engine: Engine) -> Line | None:
+        """None where nothing is scheduled."""
+        if engine.curve is None:
+            return None
+        name = ray.get_runtime_context().get_actor_id()
+
+        def introduce() -> Member:
+            assert engine.curve is not None
+            return Member(
+                engine=name,
+                replica=self._replica,
+                group=self._place.group,
+                rank=self._place.dp_rank,
+                group_size=self._config.data_parallel_size,
+                max_num_seqs=self._config.max_num_seqs,
+                tiers=engine.tiers,
+                curve=engine.curve,
+                temperatures=engine.temperatures,
+                evidence=engine.take_evidence(),
+            )
+
+        return Line(name, engine, introduce)
 
     def _join(self) -> Mesh:
         """Start the followers, and meet them and the other replicas of the group."""
@@ -290,10 +342,10 @@ class EngineActor:
             loop.call_soon_threadsafe(event.set)
 
 
-def make_engine(config: EngineConfig, shard: Shard) -> Engine:
+def make_engine(config: EngineConfig, shard: Shard, tiers: tuple[SlaTier, ...] = ()) -> Engine:
     """The engine that the settings describe, its cost curve measured where one is needed. ValueError says what not."""
     scheduled = config.speculation == "scheduled" and shard.drafter is not None
-    return Engine(config, shard, cost_curve(config, shard) if scheduled else None)
+    return Engine(config, shard, cost_curve(config, shard) if scheduled else None, tiers=tiers)
 
 
 def _join(config: EngineConfig, rank: int, init_method: str, device: str) -> Mesh:
@@ -329,7 +381,9 @@ def _published(group: str, timeout_seconds: float) -> str:
     raise GroupError(f"the first replica of the group did not start within start_timeout_s = {timeout_seconds:g}")
 
 
-def start_engine(config: EngineConfig, model_name: str, place: Place | None = None) -> Any:
+def start_engine(
+    config: EngineConfig, model_name: str, place: Place | None = None, tiers: tuple[SlaTier, ...] = ()
+) -> Any:
     """Start an engine's leader and return its handle; it reports ready when the model is loaded on every rank.
 
     It takes no CPU of Ray's count: what it needs is reserved by its replica, or, on a laptop, shared with HTTP.
@@ -339,4 +393,4 @@ def start_engine(config: EngineConfig, model_name: str, place: Place | None = No
     if place.group and not place.dp_rank:
         options |= {"name": place.group, "namespace": NAMESPACE}
     actor = ray.remote(EngineActor).options(max_concurrency=MAX_CONCURRENT_CALLS, **options)
-    return actor.remote(config, model_name, place)
+    return actor.remote(config, model_name, place, tiers)

@@ -12,8 +12,11 @@ from dataclasses import replace
 
 from cluster import budget, fleet, sla
 from cluster.batcher import Batcher, Plan, Sequence
+from cluster.bypass import Returns, Round
 from cluster.config import EngineConfig
+from cluster.leases import Offer, Offers
 from cluster.messages import BudgetLease, CostCurveError, LoadReport, SchedulerMode, SlaTier, StepResult
+from cluster.speeds import speeds
 from cluster.sps import CostCurve
 
 UNLIMITED = BudgetLease(cap=2**31)
@@ -53,7 +56,11 @@ class LocalScheduler:
         self._leased_mode: SchedulerMode = "bypass"
         self._leased_for: list[Sequence] = []
         self._num_steps_leased = 0
+        self._offers = Offers()
+        self._offer: Offer | None = None
         self._needs: dict[str, float] = {}
+        self._returns = Returns()
+        self._seconds_expected = 0.0
         self._expected_confidences = [1.0] * max_drafts  # nothing is known yet: every slot gets its chance
 
     def welcome(self, sequence: Sequence) -> None:
@@ -61,8 +68,40 @@ class LocalScheduler:
         sequence.confidences = list(self._expected_confidences)
         sequence.expected_confidences = list(self._expected_confidences)
 
-    def lease(self, batcher: Batcher) -> tuple[BudgetLease, SchedulerMode]:
-        """How many drafts the next step may verify."""
+    @property
+    def curve(self) -> CostCurve | None:
+        """As it is now; a value, so another thread may read it."""
+        return self._curve
+
+    @property
+    def last_report(self) -> LoadReport:
+        """Of the last step; before the first, that of an engine on which nothing runs."""
+        if self._reports:
+            return self._reports[-1]
+        return LoadReport(
+            step=-1, num_prefill_tokens=0, context_tokens=0, num_waiting=0, drafted=False, newcomer=self._newcomer()
+        )
+
+    def speeds(self, now: float) -> tuple[float, ...]:
+        """By tier: tokens per second that one more request would get. () where nothing is scheduled."""
+        if self._curve is None:
+            return ()
+        report = self.last_report
+        offer = self._offers.current(report.step, now)
+        if offer is not None:
+            return offer.lease.speeds
+        return speeds(report, self._last_lease, self._curve, self._tiers, self._config.max_num_seqs)
+
+    def offer(self, offer: Offer) -> None:
+        """The fleet's scheduler answered. From any thread; the step thread takes it when it is due."""
+        self._offers.add(offer)
+
+    def lease_age(self, now: float) -> float | None:
+        """Seconds since the engine asked for the newest lease that it holds, used or not; None when it has none."""
+        return self._offers.age(now)
+
+    def lease(self, batcher: Batcher, now: float) -> tuple[BudgetLease, SchedulerMode]:
+        """How many drafts the next step may verify; it begins at `now` seconds of the engine's clock."""
         if not self._max_drafts:
             return PLAIN, "plain"
         if self._config.speculation == "fixed" or self._curve is None:
@@ -71,21 +110,45 @@ class LocalScheduler:
             return UNLIMITED, "bypass"
         self._num_steps_leased += 1
         decoding = [sequence for sequence in batcher.running if sequence.num_pending == 1]
-        if self._num_steps_leased >= LEASE_STEPS or self._leased_for != decoding:
-            self._last_lease, self._leased_mode = self._search(self._curve, batcher)
+        self._returns.judge([sequence.draft_return for sequence in decoding], self._curve.draft_seconds)
+        offer = self._offers.current(self._reports[0].step, now)
+        if offer is not None and self._config.data_parallel_size > 1:
+            # Followed from step to step, because all ranks of the group are to have it at once; and no bypass: drafts
+            # that are cheap for this rank may be dear for its group.
+            self._adopt(offer.share(len(batcher.running)), "lease", offer.report, offer)
+        elif self._num_steps_leased >= LEASE_STEPS or self._leased_for != decoding or self._has_ended(now):
+            self._search(self._curve, batcher, offer)
             self._leased_for, self._num_steps_leased = decoding, 0
         if self._last_lease.cap == 0 and self._num_steps_undrafted >= PROBE_EVERY_STEPS:
-            return BudgetLease(cap=max(self._max_drafts, len(batcher.running))), "local"
+            return BudgetLease(cap=max(self._max_drafts, len(batcher.running))), self._leased_mode
         return self._last_lease, self._leased_mode
 
-    def _search(self, curve: CostCurve, batcher: Batcher) -> tuple[BudgetLease, SchedulerMode]:
+    def _search(self, curve: CostCurve, batcher: Batcher, offer: Offer | None) -> None:
+        """All that was proposed, if that is cheap; else the fleet's lease, if it was made for these requests; else
+        the engine's own, by the same arithmetic."""
         report = self._current_load(batcher)
         if budget.everything_admitted(report, curve, self._tiers):
-            self._needs = {}
-            return UNLIMITED, "bypass"
-        [[lease]] = fleet.allocate([fleet.Group([report], curve, [self._last_lease])], self._tiers)
+            self._adopt(UNLIMITED, "bypass", report)
+        elif offer is not None and offer.fits(report.request_ids, self._drafting(batcher)):
+            self._adopt(offer.lease, "lease", report, offer)
+        else:
+            [[lease]] = fleet.allocate([fleet.Group([report], curve, [self._last_lease])], self._tiers)
+            self._adopt(lease, "local", report)
+
+    def _adopt(self, lease: BudgetLease, mode: SchedulerMode, report: LoadReport, offer: Offer | None = None) -> None:
+        self._last_lease, self._leased_mode, self._offer = lease, mode, offer
         self._needs = sla.needs_by_request(report, lease.floors)
-        return lease, "local"
+
+    def _has_ended(self, now: float) -> bool:
+        return self._offer is not None and now >= self._offer.ends_seconds
+
+    def _drafting(self, batcher: Batcher) -> list[str]:
+        """The running requests whose drafts might be verified."""
+        return [
+            s.request_id
+            for s in batcher.running
+            if s.num_pending == 1 and s.draft_return.expected and batcher.draft_limit(s)
+        ]
 
     def drafted(self, sequences: Seq[Sequence], num_slots: int) -> None:
         """Learn from the confidences of these sequences' new blocks; there are none when the step drafts nothing."""
@@ -124,8 +187,13 @@ class LocalScheduler:
             context_tokens=plan.context_tokens,
             num_waiting=num_waiting,
             drafted=drafted,
+            newcomer=self._newcomer(),
         )
         self._reports.append(report)
+        decoded = [chunk for chunk in plan.chunks if chunk.num_rows == 1]
+        drafts = tuple((chunk.sequence.draft_return, chunk.num_accepted) for chunk in decoded if chunk.proposed)
+        num_tokens = sum(1 + chunk.num_accepted for chunk in decoded)
+        self._returns.observe(Round(drafts, num_tokens, self._seconds_expected))
         return report
 
     def predict(self, plan: Plan) -> tuple[float, float, float] | None:
@@ -135,7 +203,9 @@ class LocalScheduler:
         without_drafts = plan.num_tokens - sum(chunk.num_admitted for chunk in plan.drafted)
         sizes = [plan.num_tokens, without_drafts, sum(chunk.num_rows == 1 for chunk in plan.chunks)]
         verify, plain, anchors = self._curve.step_seconds(sizes, plan.context_tokens).tolist()
-        return verify + self._curve.draft_seconds(len(plan.drafted)), anchors, plain - anchors
+        draft = self._curve.draft_seconds(len(plan.drafted))
+        self._seconds_expected = verify + draft - (plain - anchors)
+        return verify + draft, anchors, plain - anchors
 
     def refresh(self, result: StepResult) -> None:
         """The curve follows the machine: every few steps it learns from the one just done."""
@@ -168,9 +238,14 @@ class LocalScheduler:
 
     def _survivals(self, sequences: Seq[Sequence], batcher: Batcher) -> bytes:
         """Rows of a report."""
-        limits = [batcher.draft_limit(s) if s.num_pending == 1 else 0 for s in sequences]  # none inside its prompt
+        # None inside a prompt, none for whom drafting doesn't pay.
+        drafted = [s.num_pending == 1 and s.draft_return.expected for s in sequences]
+        limits = [batcher.draft_limit(s) if yes else 0 for s, yes in zip(sequences, drafted, strict=True)]
         expected = [s.expected_confidences[:limit] for s, limit in zip(sequences, limits, strict=True)]
         return budget.encode_survival(list(map(budget.survival, expected)), self._max_drafts)
+
+    def _newcomer(self) -> bytes:
+        return budget.encode_survival([budget.survival(self._expected_confidences)], self._max_drafts)
 
     def _paces(self, running: list[Sequence], now: float) -> bytes:
         speeds = [self._tiers[s.request.tier].min_tokens_per_second for s in running]

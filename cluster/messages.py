@@ -13,6 +13,7 @@ FinishReason = Literal["stop", "length", "abort"]
 SchedulerMode = Literal["plain", "fixed", "bypass", "local", "lease"]
 """Who decided what a step verifies: nobody (nothing to draft), the fixed length, the load (all was admitted without a
 search), the engine's own `allocate`, or the fleet's scheduler."""
+VerificationMode = Literal["rejection", "coupled"]
 
 
 class DSparkError(Exception):
@@ -40,6 +41,18 @@ class QueueFullError(DSparkError):
 
     def __reduce__(self) -> tuple[type, tuple[float]]:
         return type(self), (self.retry_after_seconds,)
+
+
+class TierUnmetError(DSparkError):
+    """No replica can give what the request's tier promises, and its tier would rather be refused."""
+
+    def __init__(self, tier: str, retry_after_seconds: float) -> None:
+        super().__init__(f"no replica can keep the speed of tier {tier!r} now; retry in {retry_after_seconds:.0f} s")
+        self.tier = tier
+        self.retry_after_seconds = retry_after_seconds
+
+    def __reduce__(self) -> tuple[type, tuple[str, float]]:
+        return type(self), (self.tier, self.retry_after_seconds)
 
 
 class EngineDeadError(DSparkError):
@@ -163,6 +176,8 @@ class LoadReport:
     """False when the step skipped the draft pass; its survivals are then the last known ones."""
     max_draft_tokens: int = 2**31
     """Most drafts that fit a step's rows."""
+    newcomer: bytes = b""
+    """uint8 [G], as a row of `survival`: what a request that would join is expected to accept."""
     request_ids: tuple[str, ...] = ()
     """[R] whose rows these are. Only the engine itself asks; what is sent away leaves them out."""
 
@@ -233,6 +248,8 @@ class VerifyRound:
     """The admitted prefix."""
     num_accepted: int
     """Accepted and delivered, as in RequestStats. Accepted length = 1 + num_accepted."""
+    tier: int = 0
+    """The request's place in the list of SLA tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +261,20 @@ class StepPrediction:
     """Of one token for each request that decodes, and nothing else: plain decoding."""
     prompts_seconds: float
     """What prompt rows add to that."""
+
+
+@dataclass(frozen=True, slots=True)
+class PositionCalibration:
+    """How true the confidences of one slot are lately, among requests that are verified in one mode."""
+
+    mode: VerificationMode
+    position: int
+    error: float
+    """Expected calibration error of the survival, 20 bins."""
+    num_slots: int
+    """How many it was seen on."""
+    temperature: float
+    """What the slot's confidence logits are divided by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +291,8 @@ class StepResult:
     rounds: tuple[VerifyRound, ...] = ()
     """One per request that verified; the token that a prompt ends in is no round."""
     mode: SchedulerMode = "plain"
+    lease_age_seconds: float | None = None
+    """How long ago the engine asked for the newest lease that it holds, used or not; None without one."""
     cap: int = 0
     """Draft tokens that this step was allowed to verify."""
     predicted: StepPrediction | None = None
@@ -270,6 +303,8 @@ class StepResult:
     num_prompt_tokens: int = 0
     """Prompt tokens of the requests that entered in this step, and how many of them the prefix cache held."""
     num_cached_prompt_tokens: int = 0
+    calibration: tuple[PositionCalibration, ...] = ()
+    """Every few hundred steps, and then of every position that was seen often enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,4 +319,6 @@ class EngineHealth:
     num_running: int = 0
     num_waiting: int = 0
     num_free_kv_blocks: int = 0
+    speeds: tuple[float, ...] = ()
+    """By SLA tier (one number without tiers): tokens per second that one more request would get. Empty: unknown."""
     reason: str = ""

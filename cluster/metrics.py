@@ -1,7 +1,8 @@
 """Every metric of the system: its name, type, labels and buckets, and nothing about where the numbers come from.
 
-Two groups: what an engine knows (EngineMetrics, from StepResults) and what only the HTTP side knows (ServiceMetrics,
-times as a client feels them). Each process fills a registry of its own; `merge` joins their texts into one scrape.
+Three groups: what an engine knows (EngineMetrics, from StepResults), what only the HTTP side knows (ServiceMetrics,
+times as a client feels them), and what the fleet's scheduler does (SchedulerMetrics). Each process fills a registry of
+its own; `merge` joins their texts into one scrape.
 
 Accepted length = 1 + the sum over positions of accepted / rounds: both are derived from the same VerifyRounds, so they
 can't disagree. Position 0 is the first draft token.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -21,6 +22,15 @@ from prometheus_client.samples import Sample
 from cluster.messages import FinishReason, SchedulerMode, StepResult, VerifyRound
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+DEFAULT_TIER = "default"
+"""The tier of every request where none are configured."""
+
+Promise = Literal["ttft", "speed", "answer"]
+"""What a tier promises: a first token in time, tokens at a speed, and, where either is, an answer at all."""
+Admission = Literal["met", "waited", "unmet", "unknown"]
+"""How a request with a promised speed got to its replica: one that can keep it, at once or after a wait; one that
+can't, because none could; or any, because no engine has said what it can do."""
+ShedReason = Literal["queue_full", "tier_unmet"]
 
 STEP_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -30,6 +40,8 @@ TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 3.0, 5.0, 
 TPOT_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
 EXPERT_LOAD_CHOICES = 16384
 """So often must experts of a layer be chosen before its balance is judged anew: few choices are uneven by chance."""
+LEASE_AGE_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
+ALLOCATE_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 LATENCY_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
@@ -37,13 +49,19 @@ class EngineMetrics:
     """What one engine did, step by step."""
 
     def __init__(
-        self, num_kv_blocks: int, block_size: int, expert_load: Callable[[], Mapping[int, Sequence[int]]] = dict
+        self,
+        num_kv_blocks: int,
+        block_size: int,
+        tiers: Sequence[str] = (DEFAULT_TIER,),
+        expert_load: Callable[[], Mapping[int, Sequence[int]]] = dict,
     ) -> None:
         """`block_size`: draft positions that exist from the start, each at 0 (an absent series is not a zero).
 
-        `expert_load` says, by layer with experts, how often each of them has been chosen so far.
+        `tiers`: the names of the SLA tiers by their place. Drafts are counted by both: block_size * len(tiers) series
+        for each of three counters. `expert_load` says, by layer with experts, how often each has been chosen so far.
         """
         self._num_kv_blocks = num_kv_blocks
+        self._tiers = tiers
         self._get_expert_load = expert_load
         self.registry = registry = CollectorRegistry()
         self._build_speculation(registry)
@@ -54,7 +72,8 @@ class EngineMetrics:
             self._steps.labels(mode)
         for position in range(block_size):
             for counter in (self._proposed, self._verified, self._accepted):
-                counter.labels(str(position))
+                for tier in tiers:
+                    counter.labels(str(position), tier)
 
     def _build_speculation(self, registry: CollectorRegistry) -> None:
         self._accepted_length = Histogram(
@@ -63,9 +82,9 @@ class EngineMetrics:
             buckets=ACCEPTED_BUCKETS,
             registry=registry,
         )
-        self._proposed = _counter(registry, "dspark_draft_tokens_proposed", "Draft tokens proposed", "position")
-        self._verified = _counter(registry, "dspark_draft_tokens_verified", "Draft tokens verified", "position")
-        self._accepted = _counter(registry, "dspark_draft_tokens_accepted", "Draft tokens accepted", "position")
+        self._proposed = _counter(registry, "dspark_draft_tokens_proposed", "Draft tokens proposed", "position", "tier")
+        self._verified = _counter(registry, "dspark_draft_tokens_verified", "Draft tokens verified", "position", "tier")
+        self._accepted = _counter(registry, "dspark_draft_tokens_accepted", "Draft tokens accepted", "position", "tier")
         self._granted = _counter(
             registry, "dspark_budget_granted_tokens", "Draft tokens that the lease or the load let the steps verify"
         )
@@ -73,12 +92,34 @@ class EngineMetrics:
         self._trimmed = _counter(
             registry, "dspark_draft_tokens_trimmed", "Draft tokens proposed but not admitted to verification"
         )
+        self._left_out = _counter(
+            registry, "dspark_rounds_undrafted", "Rounds of requests left out of a draft pass that others were in"
+        )
         self._skipped = _counter(
             registry, "dspark_drafter_skipped_steps", "Steps with running requests that skipped the draft pass"
         )
 
+        self._calibration_error = Gauge(
+            "dspark_calibration_error_ratio",
+            "Expected calibration error of the survival lately",
+            ["mode", "position"],
+            registry=registry,
+        )
+        self._temperature = Gauge(
+            "dspark_confidence_temperature",
+            "What the slot's confidence logits are divided by",
+            ["position"],
+            registry=registry,
+        )
+
     def _build_steps(self, registry: CollectorRegistry) -> None:
         self._steps = _counter(registry, "dspark_steps", "Engine steps by who decided what they verify", "mode")
+        self._lease_age = Histogram(
+            "dspark_lease_age_seconds",
+            "In steps of an engine that holds a lease of the fleet, used or not: how long ago it asked for it",
+            buckets=LEASE_AGE_BUCKETS,
+            registry=registry,
+        )
         self._step_seconds = Histogram(
             "dspark_step_seconds", "Duration of an engine step", buckets=STEP_BUCKETS, registry=registry
         )
@@ -145,6 +186,8 @@ class EngineMetrics:
         """Count one engine step."""
         self._observe_rounds(result)
         self._steps.labels(result.mode).inc()
+        if result.lease_age_seconds is not None:
+            self._lease_age.observe(result.lease_age_seconds)
         self._step_seconds.observe(result.seconds)
         self._step_tokens.observe(result.num_tokens)
         if result.report.drafted:
@@ -156,6 +199,9 @@ class EngineMetrics:
             self._ratio.observe(result.seconds / expected.step_seconds)
             emitted_per_round = sum(1 + r.num_accepted for r in result.rounds) / max(len(result.rounds), 1)
             self._plain.inc(expected.anchors_seconds * emitted_per_round + expected.prompts_seconds)
+        for found in result.calibration:
+            self._calibration_error.labels(found.mode, str(found.position)).set(found.error)
+            self._temperature.labels(str(found.position)).set(found.temperature)
         self._running.set(result.num_running)
         self._waiting.set(result.report.num_waiting)
         self._preemptions.inc(result.num_preempted)
@@ -173,7 +219,10 @@ class EngineMetrics:
         self._trimmed.inc(num_proposed - num_verified)
         self._used.inc(num_verified)
         self._granted.inc(result.cap)
-        if result.rounds and result.mode == "local" and not (result.cap or result.report.drafted):
+        if result.report.drafted:
+            self._left_out.inc(sum(not verify_round.num_proposed for verify_round in result.rounds))
+        decided = result.mode not in ("plain", "fixed")
+        if result.rounds and decided and not (result.cap or result.report.drafted):
             self._skipped.inc()
 
     def _observe_round(self, verify_round: VerifyRound) -> None:
@@ -184,7 +233,7 @@ class EngineMetrics:
             (self._accepted, verify_round.num_accepted),
         ):
             for position in range(count):
-                counter.labels(str(position)).inc()
+                counter.labels(str(position), self._tiers[verify_round.tier]).inc()
 
     def text(self) -> str:
         """The exposition text of this registry."""
@@ -195,10 +244,27 @@ class EngineMetrics:
 class ServiceMetrics:
     """What the clients of one HTTP process met."""
 
-    def __init__(self) -> None:
+    def __init__(self, tiers: Sequence[str] = (DEFAULT_TIER,)) -> None:
+        """`tiers`: the names of the SLA tiers; each has its series from the start."""
         self.registry = registry = CollectorRegistry()
+        self._build_requests(registry)
+        self._build_sla(registry)
+        for reason in get_args(FinishReason):
+            self._requests.labels(reason)
+        for tier in tiers:
+            for counter, values in (
+                (self._shed, get_args(ShedReason)),
+                (self._broken, get_args(Promise)),
+                (self._admissions, get_args(Admission)),
+            ):
+                for value in values:
+                    counter.labels(tier, value)
+            self._judged.labels(tier)
+            self._good.labels(tier)
+
+    def _build_requests(self, registry: CollectorRegistry) -> None:
         self._requests = _counter(registry, "dspark_requests", "Finished choices by finish reason", "finish_reason")
-        self._shed = _counter(registry, "dspark_requests_shed", "Requests refused with 429 because the queue was full")
+        self._shed = _counter(registry, "dspark_requests_shed", "Requests refused with 429, and why", "tier", "reason")
         self._migrated = _counter(
             registry, "dspark_requests_migrated", "Choices that another engine continued after theirs was lost"
         )
@@ -212,8 +278,20 @@ class ServiceMetrics:
         self._latency = Histogram(
             "dspark_request_seconds", "Arrival to last token", buckets=LATENCY_BUCKETS, registry=registry
         )
-        for reason in get_args(FinishReason):
-            self._requests.labels(reason)
+
+    def _build_sla(self, registry: CollectorRegistry) -> None:
+        self._judged = _counter(
+            registry, "dspark_sla_requests", "Choices of which is known whether their tier's promises were kept", "tier"
+        )
+        self._good = _counter(registry, "dspark_sla_requests_good", "Those whose tier's promises were kept", "tier")
+        self._broken = _counter(
+            registry, "dspark_sla_promises_broken", "Promises that were not kept; a choice may have several",
+            "tier", "promise",
+        )  # fmt: skip
+        self._admissions = _counter(
+            registry, "dspark_sla_admissions", "Choices with a promised speed, by how they got to a replica",
+            "tier", "outcome",
+        )  # fmt: skip
 
     def observe_request(
         self, finish_reason: FinishReason, ttft_seconds: float | None, request_seconds: float, num_tokens: int
@@ -230,9 +308,52 @@ class ServiceMetrics:
         """Count one choice that another engine goes on with."""
         self._migrated.inc()
 
-    def observe_shed(self) -> None:
-        """Count one request that was refused because the queue was full."""
-        self._shed.inc()
+    def observe_shed(self, tier: str, reason: ShedReason) -> None:
+        """Count one request that was refused with 429."""
+        self._shed.labels(tier, reason).inc()
+
+    def observe_sla(self, tier: str, broken: Sequence[Promise]) -> None:
+        """Count one choice whose tier's promises were kept, but for those that are `broken`."""
+        self._judged.labels(tier).inc()
+        if not broken:
+            self._good.labels(tier).inc()
+        for promise in broken:
+            self._broken.labels(tier, promise).inc()
+
+    def observe_admission(self, tier: str, outcome: Admission) -> None:
+        """Count how one choice got to a replica. May be called from any thread."""
+        self._admissions.labels(tier, outcome).inc()
+
+    def text(self) -> str:
+        """The exposition text of this registry."""
+        return generate_latest(self.registry).decode()
+
+
+class SchedulerMetrics:
+    """What the fleet's scheduler does."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._engines = Gauge("dspark_scheduler_engines", "Engines that the scheduler hears of", registry=registry)
+        self._reports = _counter(registry, "dspark_scheduler_reports", "Load reports that the scheduler got")
+        self._leases = _counter(registry, "dspark_scheduler_leases", "Leases that the scheduler made")
+        self._seconds = Histogram(
+            "dspark_scheduler_allocate_seconds",
+            "Time of one search over the whole fleet",
+            buckets=ALLOCATE_BUCKETS,
+            registry=registry,
+        )
+
+    def observe_report(self) -> None:
+        self._reports.inc()
+
+    def observe_round(self, num_leases: int, seconds: float) -> None:
+        """Count one search."""
+        self._leases.inc(num_leases)
+        self._seconds.observe(seconds)
+
+    def observe_fleet(self, num_engines: int) -> None:
+        self._engines.set(num_engines)
 
     def text(self) -> str:
         """The exposition text of this registry."""

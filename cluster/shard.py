@@ -124,6 +124,16 @@ class Shard:
             return None
         return self.drafter.target_ids
 
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """See drafter.interface.Drafter; empty without a drafter."""
+        return self.drafter.temperatures if self.drafter else ()
+
+    def calibrate(self, temperatures: tuple[float, ...]) -> None:
+        """Confidences of the next drafts follow these. Only the leader's drafter has any."""
+        assert self.drafter is not None
+        self.drafter.calibrate(temperatures)
+
     def draft(
         self,
         anchors: list[int],

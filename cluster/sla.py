@@ -16,11 +16,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cluster.budget import LEVELS, PACE, slot_values, survival_levels
+from cluster.budget import LEVELS, PACE, survival_levels
 from cluster.messages import LoadReport, SlaTier
 
 Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 MARGIN = 1.125
 """Least pace."""
@@ -59,28 +58,26 @@ class Promises:
 
     def __init__(self, report: LoadReport, tiers: Sequence[SlaTier]) -> None:
         owners = np.frombuffer(report.tiers, np.uint8)
-        self._survival = survival_levels(report) / LEVELS
+        # [G, R]: long rows are what numpy is fast at.
+        self._survival = np.ascontiguousarray(survival_levels(report).T / LEVELS)
+        self._before = 1 + self._survival.cumsum(axis=0) - self._survival
         self._speeds = np.array([tier.min_tokens_per_second for tier in tiers])[owners] * paces(report)  # [R]
-        self._weights = np.array([tier.weight for tier in tiers])[owners]
+        self._extra = np.array([tier.weight for tier in tiers])[owners] - 1  # [R]
 
-        tokens = 1 + self._survival.sum(axis=1)
-        extra = self._weights - 1
-        self._longest = np.where(self._speeds > 0, tokens / np.maximum(self._speeds, 1e-9), np.inf)  # bearable seconds
-        order = np.argsort(self._longest)
-        self._longest = self._longest[order]
-        self._kept = np.append((extra * self._speeds)[order][::-1].cumsum()[::-1], 0.0)  # of those that bear the step
-        self._short = np.append(0.0, (extra * tokens * (self._speeds > 0))[order].cumsum())  # of those that don't
+    def weighted_tokens(self, seconds: float) -> Array:
+        """[1 + R * G] of a step of so many seconds that verifies its 0, 1, 2, .. slots of highest value.
 
-    def most_extra(self, seconds: Array) -> Array:
-        """[C] weighted tokens per second beyond the plain ones, were every request given all of its slots."""
-        first = np.searchsorted(self._longest, seconds)
-        return np.asarray(self._kept[first] + self._short[first] / seconds)
-
-    def weighted_tokens(self, room: Ints, seconds: Array) -> Array:
-        """[C] of a step of so many seconds that verifies the `room` slots of highest value, sure tokens included."""
-        needs = self._speeds * seconds[:, None]  # [C, R]
-        sure = 1 + (self._weights - 1) * np.minimum(needs, 1)
-        values = slot_values(self._survival, needs, self._weights).reshape(len(seconds), -1)
-        values.sort(axis=1)
-        best = np.concatenate([np.zeros((len(seconds), 1)), values[:, ::-1].cumsum(axis=1)], axis=1)
-        return np.asarray(sure.sum(axis=1) + np.take_along_axis(best, room[:, None], axis=1)[:, 0])
+        Sure tokens included. Never falls as seconds grow; divided by seconds, it never rises, whoever is verified.
+        """
+        needs = self._speeds * seconds
+        values = needs - self._before
+        np.maximum(values, 0, out=values)
+        np.minimum(values, self._survival, out=values)
+        values *= self._extra
+        values += self._survival
+        tokens = np.empty(values.size + 1)
+        tokens[0] = -(1 + self._extra * np.minimum(needs, 1)).sum()
+        np.negative(values.ravel(), out=tokens[1:])
+        tokens[1:].sort()
+        np.cumsum(tokens, out=tokens)
+        return np.negative(tokens, out=tokens)

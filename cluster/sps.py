@@ -16,16 +16,15 @@ from statistics import median
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from cluster.corrections import Corrections
 from cluster.messages import CostCurveError
 
 Array = NDArray[np.float64]
 
 FLAT_BELOW = 1.02
 """A curve whose dearest batch costs less than this many cheapest ones says nothing about load."""
-
-_REFRESH_RATE = 0.05
-_REFRESH_LIMIT = 4.0
-_OUTLIER = 2.0
+CONTEXT_OCTAVES = 0.5
+"""Neighbouring columns of a table count as so far apart: a busy machine slows all contexts down alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +77,14 @@ class CostCurve:
     """[C] increasing."""
     measured: Array
     """[T, C] seconds, as fitted."""
-    corrections: Array
-    """[T, C] factors learned from real steps since, within 1/4..4."""
+    corrections: Corrections
+    """[T * C] learned from real steps since."""
     draft_requests: Array
     """[D] increasing; empty for an engine without a drafter."""
     measured_draft: Array
     """[D] seconds, as fitted."""
-    draft_corrections: Array
-    """[D] factors learned since, within the same bounds."""
+    draft_corrections: Corrections
+    """[D] learned since."""
     verify: Array
     """[T, C] seconds in use: measured * corrections, made monotone."""
     draft: Array
@@ -166,8 +165,10 @@ class CostCurve:
                 f"flat: {verify[0, 0]:.6f} s for {grid[0][0]:.0f} tokens, {verify[-1, 0]:.6f} s for {grid[0][-1]:.0f}"
             )
         steady = _isotonic(measured_draft)
-        ones = np.ones_like(measured), np.ones_like(steady)
-        return cls(provenance, grid[0], grid[1], measured, ones[0], grid[2], steady, ones[1], verify, steady)
+        columns = np.arange(len(grid[1])) * CONTEXT_OCTAVES
+        cells = np.stack(np.meshgrid(np.log2(grid[0]), columns, indexing="ij"), axis=2).reshape(-1, 2)
+        corrections, of_drafts = Corrections.none(cells), Corrections.none(np.log2(grid[2])[:, None])
+        return cls(provenance, grid[0], grid[1], measured, corrections, grid[2], steady, of_drafts, verify, steady)
 
     def step_seconds(self, num_tokens: ArrayLike, context_tokens: float) -> Array:
         """Seconds of one target forward over `num_tokens` rows (a number or an array of them): fp64, same shape."""
@@ -181,29 +182,24 @@ class CostCurve:
         return float(_interpolate(self.draft_requests, self.draft, np.asarray(num_requests, dtype=np.float64)))
 
     def observed(self, num_tokens: int, context_tokens: int, seconds: float) -> CostCurve:
-        """The curve after one real step: the cells around it move a twentieth of the way.
+        """The curve after one real step: the cells around it move a twentieth of the way, see cluster/corrections.py.
 
         One step counts at most as twice or half of what was expected, so that a page fault or a busy neighbour moves
         little, and no cell leaves 1/4..4 times its measurement.
         """
         expected = float(self.step_seconds(num_tokens, context_tokens))
         weights = np.outer(_hat(self.tokens, num_tokens), _hat(self.contexts, context_tokens))
-        corrections = _corrected(self.corrections, weights, seconds / expected)
-        return replace(self, corrections=corrections, verify=_monotone(self.measured * corrections))
+        corrections = self.corrections.observed(weights.ravel(), seconds / expected)
+        table = self.measured * corrections.factors.reshape(self.measured.shape)
+        return replace(self, corrections=corrections, verify=_monotone(table))
 
     def observed_draft(self, num_requests: int, seconds: float) -> CostCurve:
         """The curve after one real draft pass, by the same rule."""
         if not self.draft_requests.size:
             return self
         weights = _hat(self.draft_requests, num_requests)
-        corrections = _corrected(self.draft_corrections, weights, seconds / self.draft_seconds(num_requests))
-        return replace(self, draft_corrections=corrections, draft=_isotonic(self.measured_draft * corrections))
-
-
-def _corrected(corrections: Array, weights: Array, ratio: float) -> Array:
-    """Corrections after a time that was `ratio` times the expected one, seen at cells of these weights."""
-    factors = float(np.clip(ratio, 1 / _OUTLIER, _OUTLIER)) ** (_REFRESH_RATE * weights)
-    return np.asarray(np.clip(corrections * factors, 1 / _REFRESH_LIMIT, _REFRESH_LIMIT))
+        corrections = self.draft_corrections.observed(weights, seconds / self.draft_seconds(num_requests))
+        return replace(self, draft_corrections=corrections, draft=_isotonic(self.measured_draft * corrections.factors))
 
 
 def _medians(timed: Iterable[tuple[tuple[int, int], float]]) -> dict[tuple[int, int], float]:

@@ -12,12 +12,14 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import GangPlacementStrategy, GangSchedulingConfig
+from ray.serve.config import DeploymentActorConfig, GangPlacementStrategy, GangSchedulingConfig
 
+from cluster.confidence_scheduler import ConfidenceScheduler
 from deployments.config import LLMConfig, parse_config
 from deployments.ingress import Ingress
 from deployments.metrics_hub import MetricsHub
-from deployments.replica import Replica
+from deployments.replica import SCHEDULER, Replica
+from deployments.router import router_config
 
 logger = logging.getLogger("ray.serve")
 
@@ -44,7 +46,12 @@ def build_app(config: LLMConfig) -> Application:
     )
     replicas = (
         serve.deployment(Replica)
-        .options(max_ongoing_requests=limit, logging_config=quiet, **_replica_options(config))
+        .options(
+            max_ongoing_requests=limit,
+            logging_config=quiet,
+            request_router_config=router_config(),
+            **_replica_options(config),
+        )
         .bind(config, hub)
     )
     ingress = serve.deployment(Ingress).options(
@@ -61,6 +68,16 @@ def _replica_options(config: LLMConfig) -> dict[str, Any]:
     strategy = config.placement_group_config.strategy if config.placement_group_config else "PACK"
     if config.reserves_bundles:
         options["placement_group_bundles"] = config.bundles
+    if config.is_scheduled:
+        # Those of one version of the application share one scheduler: others may have other tiers.
+        options["deployment_actors"] = [
+            DeploymentActorConfig(
+                name=SCHEDULER, actor_class=ray.remote(ConfidenceScheduler), actor_options={"num_cpus": 0}
+            )
+        ]
+        # Serve gives a deployment up whose actor fails to start so many times in a row, and then replaces no replica
+        # either. Ours is only an adviser. Replicas themselves get three tries each, whatever stands here.
+        options["max_constructor_retry_count"] = 2**31 - 1
     if engine.data_parallel_size > 1:
         options.setdefault("num_replicas", engine.data_parallel_size)
         options["gang_scheduling_config"] = GangSchedulingConfig(

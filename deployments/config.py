@@ -13,10 +13,21 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.config import EngineConfig
+from cluster.messages import SlaTier
+from cluster.metrics import DEFAULT_TIER
 
 PROJECT = Path(__file__).resolve().parents[1]
 MAX_CHOICES = 128
 """Most sequences that one HTTP request may start: prompts x n."""
+MAX_TIERS = 255
+"""Reports name a request's tier by one byte."""
+DEFAULT_WEIGHT = 16.0
+"""Of a promised speed; ops/results/simulator/sla.md shows what weights buy and cost."""
+
+
+UNPROMISED_WAIT_SECONDS = 1.0
+"""How long a request whose first token is promised nothing may wait for a promised speed: time to hear once more from
+every replica, since what one said before a burst of requests says little about the next."""
 
 
 class _Section(BaseModel):
@@ -118,6 +129,52 @@ class HttpConfig(_Section):
     api_keys: ApiKeysConfig | None = Field(default=None, description="None: everybody may ask")
 
 
+class SlaTierConfig(_Section):
+    """What is promised to a request of this tier. A tier that promises nothing is best effort."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$", description="What clients call it")
+    min_tokens_per_second: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="Promised speed after the first token; 0 promises none"
+    )
+    ttft_ms: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="Longest time to the first token; none promises none"
+    )
+    weight: float = Field(
+        default=DEFAULT_WEIGHT,
+        ge=1,
+        le=1000,
+        allow_inf_nan=False,
+        description="Tokens up to the promised speed count so many times: how much throughput the promise may cost",
+    )
+    when_unmet: Literal["serve", "shed"] = Field(
+        default="serve",
+        description="A request whose speed no replica can give waits for half of ttft_ms (1 s without one); then it is "
+        "served all the same, or refused with 429",
+    )
+
+    @model_validator(mode="after")
+    def _nothing_without_a_speed(self) -> Self:
+        for key, default in (("weight", DEFAULT_WEIGHT), ("when_unmet", "serve")):
+            if getattr(self, key) != default and not self.min_tokens_per_second:
+                raise ValueError(f"{key} needs min_tokens_per_second: it says what that speed is worth")
+        return self
+
+    @property
+    def longest_wait_seconds(self) -> float:
+        """How long a request may be held back for a replica that keeps its speed: its prompt takes time, too."""
+        return UNPROMISED_WAIT_SECONDS if self.ttft_ms is None else self.ttft_ms / 2000
+
+    @property
+    def promise(self) -> SlaTier:
+        """The tier as the engine takes it."""
+        weight = self.weight if self.min_tokens_per_second else 1.0
+        return SlaTier(self.name, self.min_tokens_per_second, weight, self.ttft_ms)
+
+
+BEST_EFFORT = SlaTierConfig(name=DEFAULT_TIER)
+"""The tier of all requests where none are configured."""
+
+
 def _located(source: str) -> str:
     """A relative folder of the project as an absolute one: Serve's workers choose their own working directory."""
     folder = PROJECT / source
@@ -143,6 +200,12 @@ class LLMConfig(_Section):
     placement_group_config: PlacementGroupConfig | None = None
     deployment_config: DeploymentConfig = Field(default_factory=DeploymentConfig)
     http_config: HttpConfig = Field(default_factory=HttpConfig)
+    sla_tiers: tuple[SlaTierConfig, ...] = Field(
+        default=(), max_length=MAX_TIERS, description="What may be promised to a request. None: all are best effort"
+    )
+    default_sla_tier: str | None = Field(
+        default=None, description="The tier of requests that name none; none: the first of sla_tiers"
+    )
     unhealthy_after_s: float = Field(
         default=60.0, gt=0, description="An engine with work but no finished step for this long is stuck, and replaced"
     )
@@ -196,6 +259,45 @@ class LLMConfig(_Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _tiers_have_names(self) -> Self:
+        names = [tier.name for tier in self.sla_tiers]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"sla_tiers: the name {twice[0]!r} is given to more than one tier")
+        if self.default_sla_tier is not None and self.default_sla_tier not in names:
+            known = ", ".join(names) or "there are none"
+            raise ValueError(f"default_sla_tier: {self.default_sla_tier!r} is none of the sla_tiers ({known})")
+        for i, tier in enumerate(self.sla_tiers):
+            if tier.ttft_ms is not None and tier.longest_wait_seconds >= self.http_config.submit_timeout_s:
+                raise ValueError(
+                    f"sla_tiers.{i}.ttft_ms: half of it is waited for a replica, which must be less than "
+                    f"http_config.submit_timeout_s = {self.http_config.submit_timeout_s:g}"
+                )
+        return self
+
+    @property
+    def tiers(self) -> tuple[SlaTierConfig, ...]:
+        """The tiers by their place, which is what requests carry: at least one."""
+        return self.sla_tiers or (BEST_EFFORT,)
+
+    @property
+    def promises(self) -> tuple[SlaTier, ...]:
+        """The tiers as an engine takes them; () when nothing was configured."""
+        return tuple(tier.promise for tier in self.sla_tiers)
+
+    @property
+    def default_tier(self) -> int:
+        """Place of the tier that a request has which names none."""
+        names = [tier.name for tier in self.tiers]
+        return names.index(self.default_sla_tier) if self.default_sla_tier else 0
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether there is a verify budget to decide about: a drafter, and lengths that aren't fixed."""
+        engine = self.engine_kwargs
+        drafts = engine.drafter_source is not None and engine.num_speculative_tokens != 0
+        return drafts and engine.speculation == "scheduled"
+
     @property
     def rank_resources(self) -> dict[str, float]:
         """What Ray reserves for each rank; {} when a replica's ranks simply run where the replica does."""
@@ -248,7 +350,9 @@ class LLMConfig(_Section):
 
     def effective_yaml(self) -> str:
         """Every setting with the value in force. Holds no secret: keys are named by where they are kept."""
-        return yaml.safe_dump(self.model_dump(exclude={"engine_kwargs": {"model_source"}}), sort_keys=False)
+        return yaml.safe_dump(
+            self.model_dump(mode="json", exclude={"engine_kwargs": {"model_source"}}), sort_keys=False
+        )
 
 
 def parse_config(args: Mapping[str, Any]) -> LLMConfig:

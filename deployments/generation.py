@@ -9,8 +9,9 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
-from cluster.messages import TokenEvent
+from cluster.messages import InvalidRequestError, SlaTier, TokenEvent
 from cluster.metrics import ServiceMetrics
+from deployments.attainment import Ended, judge
 from deployments.migration import MigratingStream
 from deployments.openai import Choice
 from deployments.responses import Json, Progress, Writer, dspark_stats, sse, usage_of
@@ -74,6 +75,7 @@ class Generation:
         tokenizer: Tokenizer,
         metrics: ServiceMetrics,
         *,
+        tier: SlaTier,
         num_prompt_tokens: int,
         arrived_at: float,
     ) -> None:
@@ -82,8 +84,10 @@ class Generation:
         self._progress = [Progress(choice, tokenizer) for choice in choices]
         self._writer = writer
         self._metrics = metrics
+        self._tier = tier
         self._num_prompt_tokens = num_prompt_tokens
         self._arrived_at = arrived_at
+        self._failed = False
 
     async def whole(self) -> Json:
         """The finished answer."""
@@ -94,6 +98,9 @@ class Generation:
             async for progress, piece in self._pieces():
                 texts[progress.choice.index].append(piece.text)
                 tokens[progress.choice.index] += piece.tokens
+        except Exception as error:
+            self._fail(error)
+            raise
         finally:
             self._close()
         whole = [(p, "".join(texts[i]), tokens[i]) for i, p in enumerate(self._progress)]
@@ -111,6 +118,7 @@ class Generation:
                 yield sse(chunk)
             yield b"data: [DONE]\n\n"
         except Exception as error:  # the status line is gone: an event is the only way left to tell
+            self._fail(error)
             if not self._streams.is_open:
                 raise
             yield sse(describe(error))
@@ -149,20 +157,35 @@ class Generation:
     def _all_finished(self) -> bool:
         return all(progress.finish_reason is not None for progress in self._progress)
 
+    def _fail(self, error: Exception) -> None:
+        """The service's fault, unless what was asked is impossible: promises are broken, not given up by a client."""
+        self._failed = not isinstance(error, InvalidRequestError)
+
     def _close(self) -> None:
         self._streams.close()
         for progress in self._progress:
-            if progress.finish_reason is None and self._streams.is_open:
+            if progress.finish_reason is not None:
+                continue
+            if self._streams.is_open:
                 progress.finish_reason = "abort"
                 self._observe(progress)
+            elif self._failed:
+                self._judge(progress, "failed")
 
     def _observe(self, progress: Progress) -> None:
         first, seconds = progress.first_token_at, time.monotonic() - self._arrived_at
         ttft = None if first is None else first - self._arrived_at
         self._metrics.observe_request(progress.finish_reason or "abort", ttft, seconds, progress.num_tokens)
+        left: Ended = "failed" if self._failed else "left"
+        self._judge(progress, left if progress.finish_reason == "abort" else "finished")
+
+    def _judge(self, progress: Progress, ended: Ended) -> None:
+        broken = judge(self._tier, progress.delivered(self._arrived_at, time.monotonic()), ended)
+        if broken is not None:
+            self._metrics.observe_sla(self._tier.name, broken)
 
     def _usage(self) -> Json:
         return usage_of(self._progress, self._num_prompt_tokens)
 
     def _dspark(self) -> Json:
-        return dspark_stats(self._progress, self._arrived_at)
+        return dspark_stats(self._progress, self._arrived_at, self._tier)

@@ -9,12 +9,14 @@ are not postponed: FastAPI could not resolve them in the copy.
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import hmac
 import os
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,13 +27,17 @@ from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import RayServeException
 from starlette.exceptions import HTTPException
 
-from cluster.messages import DSparkError, EngineDeadError, InvalidRequestError, QueueFullError
-from cluster.metrics import CONTENT_TYPE, Exposition, ServiceMetrics
+from cluster.accounts import FleetAccount
+from cluster.messages import DSparkError, EngineDeadError, InvalidRequestError, QueueFullError, TierUnmetError
+from cluster.messages import Request as EngineRequest
+from cluster.metrics import CONTENT_TYPE, Exposition, ServiceMetrics, ShedReason
+from deployments.admission import Ticket
 from deployments.config import ApiKeysConfig, LLMConfig
 from deployments.generation import Generation, Streams
 from deployments.metrics_hub import PUSH_PERIOD_SECONDS
 from deployments.migration import Events, MigratingStream
 from deployments.openai import (
+    TIER_HEADER,
     Body,
     BodyT,
     ChatRequest,
@@ -40,6 +46,7 @@ from deployments.openai import (
     ModelLimits,
     error_body,
     parse_body,
+    tier_of,
     to_choices,
 )
 from deployments.responses import Json, Writer
@@ -71,6 +78,9 @@ def describe(error: Exception) -> tuple[int, Json, dict[str, str]]:
         case QueueFullError() as cause:
             retry_after = {"Retry-After": str(max(1, round(cause.retry_after_seconds)))}
             return 429, error_body(str(cause), "rate_limit_error", code="queue_full"), retry_after
+        case TierUnmetError() as cause:
+            retry_after = {"Retry-After": str(max(1, round(cause.retry_after_seconds)))}
+            return 429, error_body(str(cause), "rate_limit_error", code="tier_unmet"), retry_after
         case HTTPException() as cause:
             return cause.status_code, error_body(str(cause.detail), "invalid_request_error"), {}
         case EngineDeadError() as cause:
@@ -95,6 +105,16 @@ def _cause(error: Exception) -> Exception:
     return error
 
 
+def _shed_reason(error: Exception) -> ShedReason | None:
+    """None: it is no refusal for want of room."""
+    match _cause(error):
+        case QueueFullError():
+            return "queue_full"
+        case TierUnmetError():
+            return "tier_unmet"
+    return None
+
+
 @app.exception_handler(Exception)
 @app.exception_handler(DSparkError)
 @app.exception_handler(404)
@@ -109,6 +129,7 @@ class ReplicaStream:
     def __init__(self, stream: Any) -> None:
         """`stream`: what the handle of a deployment gives for `generate`."""
         self._stream = stream
+        self._failed = False
 
     def __aiter__(self) -> Self:
         return self
@@ -116,16 +137,20 @@ class ReplicaStream:
     async def __anext__(self) -> Events:
         try:
             events: Events = await anext(self._stream)
-        except RayTaskError as error:
-            raise _cause(error) from None
         except TaskCancelledError:  # by us
             raise
-        except RayError as error:  # its process or its node died, or can't be reached
-            raise EngineDeadError(f"the replica's process died: {' '.join(str(error).split())}") from None
+        except Exception as error:
+            self._failed = True
+            if isinstance(error, RayTaskError):
+                raise _cause(error) from None
+            if isinstance(error, RayError):  # its process or its node died, or can't be reached
+                raise EngineDeadError(f"the replica's process died: {' '.join(str(error).split())}") from None
+            raise
         return events
 
     def cancel(self) -> None:
-        self._stream.cancel()
+        if not self._failed:  # Serve would raise again what kept the request from a replica
+            self._stream.cancel()
 
 
 class ApiKeys:
@@ -177,13 +202,15 @@ class Ingress:
         """`replicas`, `hub`: handles of the Replica and MetricsHub deployments."""
         self._config = config
         self._replicas = replicas.options(stream=True)
+        self._fleet = replicas
         self._hub = hub
         self._tokenizer = Tokenizer(resolve_source(config.engine_config().model_source))
         self._limits = ModelLimits(
             config.engine_kwargs.max_model_len, self._tokenizer.vocab_size, self._tokenizer.end_token_ids
         )
         self._keys = ApiKeys(config.http_config.api_keys)
-        self._metrics = ServiceMetrics()
+        self._tier_names = [tier.name for tier in config.tiers]
+        self._metrics = ServiceMetrics(self._tier_names)
         self._started_at = int(time.time())
         self._pusher = asyncio.get_running_loop().create_task(self._push_metrics())
 
@@ -191,20 +218,20 @@ class Ingress:
     async def chat_completions(self, request: Request) -> Response:
         """A conversation's next turn."""
         arrived_at = time.monotonic()
-        body = await self._parse(request, ChatRequest)
+        body, tier = await self._parse(request, ChatRequest)
         prompt = await asyncio.to_thread(self._tokenizer.render, body.conversation())
-        return await self._answer(body, [prompt], "chatcmpl", arrived_at)
+        return await self._answer(body, [prompt], tier, "chatcmpl", arrived_at)
 
     @app.post("/v1/completions", response_model=None)
     async def completions(self, request: Request) -> Response:
         """Continuations of prompts."""
         arrived_at = time.monotonic()
-        body = await self._parse(request, CompletionRequest)
+        body, tier = await self._parse(request, CompletionRequest)
         prompts = [
             await asyncio.to_thread(self._tokenizer.encode, prompt) if isinstance(prompt, str) else tuple(prompt)
             for prompt in body.prompts()
         ]
-        return await self._answer(body, prompts, "cmpl", arrived_at)
+        return await self._answer(body, prompts, tier, "cmpl", arrived_at)
 
     @app.get("/v1/models", response_model=None)
     async def models(self, request: Request) -> Response:
@@ -217,6 +244,21 @@ class Ingress:
         self._keys.check(request)
         self._check_model(model_id)
         return JSONResponse(self._model())
+
+    @app.get("/v1/dspark/scheduler", response_model=None)
+    async def scheduler(self, request: Request) -> Response:
+        """What each engine may verify, and why."""
+        self._keys.check(request)
+        if not self._config.is_scheduled:
+            message = "nothing is scheduled here: there is no drafter, or how much is verified is fixed"
+            raise HttpError(404, message, "invalid_request_error", "not_scheduled")
+        try:
+            async with asyncio.timeout(HUB_TIMEOUT_SECONDS):
+                account: FleetAccount = await self._fleet.explain.remote()
+        except (ValueError, RayError, RayServeException, TimeoutError):
+            message = "the fleet's scheduler doesn't answer now; engines decide for themselves"
+            raise HttpError(503, message, "server_error", "scheduler_unavailable") from None
+        return JSONResponse(asdict(account))
 
     @app.get("/health", response_model=None)
     async def health(self) -> Response:
@@ -237,11 +279,13 @@ class Ingress:
         except (RayError, RayServeException, TimeoutError) as error:
             return error_response(error)
 
-    async def _parse(self, request: Request, schema: type[BodyT]) -> BodyT:
+    async def _parse(self, request: Request, schema: type[BodyT]) -> tuple[BodyT, int]:
+        """The body, and the place of its tier."""
         self._keys.check(request)
         body = parse_body(await self._read(request), schema)
         self._check_model(body.model)
-        return body
+        header = request.headers.get(TIER_HEADER)
+        return body, tier_of(body, header, self._tier_names, self._config.default_tier)
 
     async def _read(self, request: Request) -> bytes:
         limit = self._config.http_config.max_body_bytes
@@ -254,15 +298,18 @@ class Ingress:
                 )
         return bytes(data)
 
-    async def _answer(self, body: Body, prompts: list[tuple[int, ...]], prefix: str, arrived_at: float) -> Response:
+    async def _answer(
+        self, body: Body, prompts: list[tuple[int, ...]], tier: int, prefix: str, arrived_at: float
+    ) -> Response:
         request_id = f"{prefix}-{uuid.uuid4().hex}"
-        choices = to_choices(body, prompts, self._limits, request_id)
+        choices = to_choices(body, prompts, self._limits, request_id, tier)
         generation = Generation(
-            Streams([self._stream(choice) for choice in choices]),
+            Streams([self._stream(choice, arrived_at) for choice in choices]),
             choices,
             Writer(body, request_id, int(time.time()), self._tokenizer),
             self._tokenizer,
             self._metrics,
+            tier=self._config.tiers[tier].promise,
             num_prompt_tokens=sum(len(prompt) for prompt in prompts),
             arrived_at=arrived_at,
         )
@@ -273,17 +320,24 @@ class Ingress:
             events = generation.events(include_usage, lambda error: describe(error)[1])
             await anext(events)  # raises what refuses the request, while there still is a status line to say so
         except Exception as error:  # whatever it was, the client is told in OpenAI's shape
-            if isinstance(_cause(error), QueueFullError):
-                self._metrics.observe_shed()
+            if reason := _shed_reason(error):
+                self._metrics.observe_shed(self._tier_names[tier], reason)
             return error_response(error)
         return StreamingResponse(
             _closing(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
 
-    def _stream(self, choice: Choice) -> MigratingStream:
+    def _stream(self, choice: Choice, arrived_at: float) -> MigratingStream:
+        tier = self._config.tiers[choice.request.tier]
+
+        def send(request: EngineRequest, migrates: bool) -> ReplicaStream:
+            report = functools.partial(self._metrics.observe_admission, tier.name)
+            ticket = Ticket(request, tier, arrived_at + tier.longest_wait_seconds, migrates, report)
+            return ReplicaStream(self._replicas.generate.remote(request, ticket=ticket))
+
         return MigratingStream(
             choice.request,
-            lambda request: ReplicaStream(self._replicas.generate.remote(request)),
+            send,
             self._config.http_config.submit_timeout_s,
             self._config.http_config.migration_timeout_s,
             self._metrics.observe_migration,

@@ -53,13 +53,14 @@ class MigratingStream:
     def __init__(
         self,
         request: Request,
-        send: Callable[[Request], EventStream],
+        send: Callable[[Request, bool], EventStream],
         submit_timeout_seconds: float,
         migration_timeout_seconds: float,
         on_migration: Callable[[], None],
     ) -> None:
-        """How long it may take until the first engine has taken the request, and each time another one.
+        """`send`: submits a request; its second argument says that an engine has had it before.
 
+        The timeouts: how long it may take until the first engine has taken the request, and each time another one.
         They differ, because a new request can go elsewhere at once, while one that has begun waits for an engine that
         starts anew, if need be.
         """
@@ -123,7 +124,7 @@ class MigratingStream:
         self._on_migration()
 
     async def _submit(self, timeout_seconds: float, patient: bool) -> None:
-        """`patient`: wait for a place in a full queue instead of passing the refusal on."""
+        """`patient`: an engine had taken it, so wait for a place in a full queue instead of passing the refusal on."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout_seconds
         refusal: Exception = TimeoutError()
@@ -133,7 +134,8 @@ class MigratingStream:
             # An id of its own: the engine thought lost may live, and still hold the one before.
             request_id = f"{self._request.request_id}-{self._num_submissions}"
             emitted = tuple(self._emitted)
-            self._stream = self._send(replace(self._request, request_id=request_id, emitted_token_ids=emitted))
+            request = replace(self._request, request_id=request_id, emitted_token_ids=emitted)
+            self._stream = self._send(request, patient)
             try:
                 async with asyncio.timeout_at(deadline):
                     await anext(self._stream)

@@ -7,6 +7,7 @@ by name, or listed as informational: nothing is dropped in silence.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -19,6 +20,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
+TIER_HEADER = "x-dspark-tier"
 
 INFORMATIONAL = frozenset({"user", "safety_identifier", "metadata", "prompt_cache_key"})
 """Fields that by OpenAI's own definition never change an answer: labels of the caller's own. Accepted, no effect."""
@@ -57,6 +59,8 @@ class DSparkOptions(_Strict):
 
     max_draft_tokens: int | None = Field(None, ge=0)
     """Most draft tokens verified per step; 0 is plain decoding."""
+    tier: str | None = None
+    """The name of an SLA tier."""
 
 
 class StreamOptions(_Strict):
@@ -237,8 +241,26 @@ class Choice:
     stop: tuple[str, ...] = field(default=())
 
 
-def to_choices(body: Body, prompts: list[tuple[int, ...]], limits: ModelLimits, request_id: str) -> list[Choice]:
-    """One Choice per prompt and per `n`, numbered as OpenAI numbers them (prompt-major).
+def tier_of(body: Body, header: str | None, names: Sequence[str], default: int) -> int:
+    """The place of the request's tier in `names`; `header` is what the tier's header says, None when there is none.
+
+    Raises InvalidRequestError for a name that isn't there, and when body and header disagree.
+    """
+    asked = body.dspark.tier if body.dspark else None
+    if asked is not None and header is not None and asked != header:
+        raise InvalidRequestError("dspark.tier", f"is {asked!r}, but the header {TIER_HEADER} says {header!r}")
+    name, field_name = (asked, "dspark.tier") if asked is not None else (header, TIER_HEADER)
+    if name is None:
+        return default
+    if name not in names:
+        raise InvalidRequestError(field_name, f"{name!r} is no tier of this server, which has {', '.join(names)}")
+    return names.index(name)
+
+
+def to_choices(
+    body: Body, prompts: list[tuple[int, ...]], limits: ModelLimits, request_id: str, tier: int = 0
+) -> list[Choice]:
+    """One Choice per prompt and per `n`, numbered as OpenAI numbers them (prompt-major). `tier`: that of all.
 
     Raises InvalidRequestError when a prompt does not fit. Choice i of a prompt draws with seed + i.
     """
@@ -254,6 +276,7 @@ def to_choices(body: Body, prompts: list[tuple[int, ...]], limits: ModelLimits, 
                 request_id=f"{request_id}-{index}",
                 prompt_token_ids=prompt,
                 sampling=_sampling(body, max_tokens, limits, None if body.seed is None else (body.seed + i) % 2**63),
+                tier=tier,
             )
             choices.append(Choice(index, request, tuple(body.stop or ())))
     return choices

@@ -13,8 +13,9 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from cluster.accounts import FleetAccount
 from cluster.group import Place, start_engine
 from cluster.messages import EngineDeadError, EngineHealth, Request, TokenEvent
 from cluster.metrics import Exposition
@@ -24,6 +25,9 @@ from deployments.migration import Events
 
 logger = logging.getLogger("ray.serve")
 
+SCHEDULER = "confidence-scheduler"
+"""The fleet's scheduler, among the actors of this deployment."""
+
 
 class Replica:
     """Serve deployment. The engine's own queue bounds what it takes, not Serve's."""
@@ -32,13 +36,14 @@ class Replica:
         """`hub`: handle of the MetricsHub. Returns when the engine is ready; raises EngineDeadError if it can't be."""
         self._config = config
         self._hub = hub
-        self._engine = start_engine(config.engine_config(), config.model_id, _place(config))
+        self._engine = start_engine(config.engine_config(), config.model_id, _place(config), config.promises)
         # Nothing else runs in this process yet, so blocking is right: Serve learns here whether the start failed.
         ray.get(self._engine.ready.remote())
         self._queues: dict[str, asyncio.Queue[Events | EngineDeadError]] = {}
         self._dead: EngineDeadError | None = None
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._pump()), loop.create_task(self._watch())]
+        self._adviser = loop.create_task(self._find_scheduler()) if config.is_scheduled else None
 
     async def generate(self, request: Request) -> AsyncIterator[Events]:
         """First an empty tuple, when the engine has taken the request; then its events as they come.
@@ -63,6 +68,12 @@ class Replica:
             if not finished and self._dead is None:
                 self._engine.abort.remote(request.request_id)
 
+    async def explain(self) -> FleetAccount:
+        """What the fleet's scheduler decided for all replicas of this version. ValueError, RayError: it is gone."""
+        scheduler = await asyncio.to_thread(serve.get_deployment_actor, SCHEDULER)
+        account: FleetAccount = await scheduler.explain.remote()
+        return account
+
     async def check_health(self) -> None:
         """Serve asks; raising means: replace me."""
         for task in self._tasks:
@@ -70,6 +81,15 @@ class Replica:
                 self._bury(f"{task.get_coro()} ended: {task.exception() if not task.cancelled() else 'cancelled'}")
         if self._dead is not None:
             raise self._dead
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Serve asks twice a second and tells every router what has changed: what the engine could do, and for whom."""
+        try:
+            health: EngineHealth = await self._engine.health.remote()
+        except RayError:  # whoever watches the engine will find out
+            return {}
+        speeds = [float(f"{speed:.3g}") for speed in health.speeds]  # noise is no news
+        return {"speeds": speeds, "num_requests": health.num_running + health.num_waiting}
 
     async def _submit(self, request: Request) -> None:
         try:
@@ -121,6 +141,24 @@ class Replica:
             self._bury(f"no step finished for {health.seconds_since_last_step:.0f} s, with work waiting")
         else:
             self._say(text, health.ready)
+
+    async def _find_scheduler(self) -> None:
+        """Tell the engine about once a second where the fleet's scheduler is: Serve makes a new one when it dies.
+
+        Its trouble is none of this replica: whatever fails here is tried again.
+        """
+        while self._dead is None:
+            replica = str(serve.get_replica_context().rank.rank)
+            try:
+                scheduler = await asyncio.to_thread(serve.get_deployment_actor, SCHEDULER)
+                self._engine.advise.remote(scheduler, replica)
+                if replica == "0":  # one is enough to speak for it
+                    async with asyncio.timeout(PUSH_PERIOD_SECONDS):
+                        text: str = await scheduler.metrics_text.remote()
+                    self._hub.push.remote(Exposition("scheduler", 0, text))
+            except (ValueError, RayError, TimeoutError) as error:  # it is dead, and its successor not there yet
+                logger.debug("the fleet's scheduler is not there: %s", error)
+            await asyncio.sleep(PUSH_PERIOD_SECONDS)
 
     def _say(self, text: str, ready: bool) -> None:
         """Serve deals the ranks anew when replicas come and go, so a rank names us only for now."""

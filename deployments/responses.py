@@ -9,7 +9,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.messages import FinishReason, RequestStats, TokenEvent
+from cluster.messages import FinishReason, RequestStats, SlaTier, TokenEvent
+from deployments.attainment import Delivered, judge
 from deployments.openai import Body, ChatRequest, Choice
 from deployments.text_stream import Piece, ShownToken, TextStream
 from deployments.tokenizer import Tokenizer
@@ -65,6 +66,13 @@ class Progress:
             self._num_round_tokens += num_tokens
         self.last_token_at = now
 
+    def delivered(self, arrived_at: float, now: float) -> Delivered:
+        """What it has got by `now`."""
+        if self.first_token_at is None or self.last_token_at is None:
+            return Delivered(0, now - arrived_at, 0.0)
+        later_seconds = self.last_token_at - self.first_token_at
+        return Delivered(self.num_tokens, self.first_token_at - arrived_at, later_seconds)
+
     def rounds(self) -> tuple[int, int]:
         """(verify rounds, tokens that they delivered): the engine's own count, or ours without one.
 
@@ -75,11 +83,12 @@ class Progress:
         return self._num_rounds, self._num_round_tokens
 
 
-def dspark_stats(progress: Sequence[Progress], arrived_at: float) -> Json:
-    """What speculation and the queue did, over all choices of a request.
+def dspark_stats(progress: Sequence[Progress], arrived_at: float, tier: SlaTier) -> Json:
+    """What speculation and the queue did, over all choices of a finished request.
 
     accepted_length: tokens per verify round. tokens_per_second: all tokens over arrival to last token. ttft_ms: arrival
     to first token. tpot_ms: mean time per token after a choice's first. None where there is nothing to divide.
+    tier_met: whether each choice got what the tier promises.
     """
     rounds, round_tokens = (sum(column) for column in zip(*(p.rounds() for p in progress), strict=True))
     started = [p for p in progress if p.first_token_at is not None and p.last_token_at is not None]
@@ -93,6 +102,8 @@ def dspark_stats(progress: Sequence[Progress], arrived_at: float) -> Json:
         "tokens_per_second": round(num_tokens / (last - arrived_at), 2) if last > arrived_at else None,
         "ttft_ms": round(1000 * (first - arrived_at), 2) if started else None,
         "tpot_ms": round(1000 * later_seconds / num_later, 2) if num_later else None,
+        "tier": tier.name,
+        "tier_met": not any(judge(tier, p.delivered(arrived_at, last), "finished") for p in progress),
     }
 
 

@@ -16,7 +16,7 @@ from drafter.backbone import Backbone
 from drafter.config import DrafterConfig
 from drafter.frozen import FrozenBackbone
 from drafter.heads import ConfidenceHead, build_markov_head
-from drafter.interface import Draft, Sampler
+from drafter.interface import Draft, Sampler, check_temperatures
 from drafter.packing import FrozenLinear, freeze_linears
 
 
@@ -65,6 +65,14 @@ class DSpark(nn.Module):
     @property
     def context_shape(self) -> tuple[int, int, int]:
         return self.config.num_hidden_layers, self.config.num_key_value_heads, self.config.head_dim
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        return tuple(self.sts_temperatures.tolist()) if self.confidence_head is not None else ()
+
+    def calibrate(self, temperatures: tuple[float, ...]) -> None:
+        check_temperatures(temperatures, len(self.temperatures))
+        self.sts_temperatures = torch.tensor(temperatures, device=self.sts_temperatures.device)
 
     def freeze(self) -> None:
         """Make it a drafter only: the weights take the form that multiplies fastest, and can't be trained or saved."""

@@ -9,6 +9,7 @@ H key/value heads, C head size, D hidden size, V draft vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -59,6 +60,15 @@ class Drafter(Protocol):
         """[V] int64: the target id of each draft id, strictly increasing."""
         ...
 
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """[G] what the confidence logits of each slot are divided by; empty when confidences aren't learned."""
+        ...
+
+    def calibrate(self, temperatures: tuple[float, ...]) -> None:
+        """Take these from the next draft on. ValueError unless there is a positive one for each slot that has one."""
+        ...
+
     def project_context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Target features [N, K*D] at absolute positions [N] -> context keys and values, each [L, N, H, C]."""
         ...
@@ -80,3 +90,11 @@ class Drafter(Protocol):
         the anchor).
         """
         ...
+
+
+def check_temperatures(temperatures: tuple[float, ...], num_slots: int) -> None:
+    """What `Drafter.calibrate` refuses: another number of temperatures than slots, or one that no logit survives."""
+    if len(temperatures) != num_slots:
+        raise ValueError(f"temperatures: {len(temperatures)} for a drafter that has {num_slots}")
+    if not all(0 < temperature < math.inf for temperature in temperatures):
+        raise ValueError(f"temperatures: must be positive and finite, got {temperatures}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.metrics import EXPERT_LOAD_CHOICES, EngineMetrics, ServiceMetrics
+from cluster.metrics import EXPERT_LOAD_CHOICES, EngineMetrics, SchedulerMetrics, ServiceMetrics
 
 HEADER = """# Metrics
 
@@ -32,7 +32,11 @@ def engine_metrics() -> EngineMetrics:
 
 def reference() -> str:
     """The whole page, Markdown."""
-    sections = [("An engine", engine_metrics()), ("The HTTP side", ServiceMetrics())]
+    sections = [
+        ("An engine", engine_metrics()),
+        ("The HTTP side", ServiceMetrics()),
+        ("The fleet's scheduler", SchedulerMetrics()),
+    ]
     lines = [HEADER]
     for title, metrics in sections:
         lines += [f"## {title}", "", "| name | type | labels | meaning |", "|---|---|---|---|"]

@@ -42,6 +42,28 @@ class Objective:
 
 
 @dataclass(frozen=True, slots=True)
+class TierObjective:
+    """A share of choices for which all that their SLA tier promises must be kept, for each tier by itself."""
+
+    name: str
+    target: float
+    meaning: str
+
+    def good(self, window: str) -> str:
+        """PromQL: choices per second whose promises were kept, by tier."""
+        return f"sum by ({GROUP}, tier) (rate(dspark_sla_requests_good_total[{window}]))"
+
+    def total(self, window: str) -> str:
+        """PromQL: all choices per second, by tier."""
+        return f"sum by ({GROUP}, tier) (rate(dspark_sla_requests_total[{window}]))"
+
+    @property
+    def budget(self) -> float:
+        """The share that may be bad."""
+        return round(1 - self.target, 6)
+
+
+@dataclass(frozen=True, slots=True)
 class BurnWindow:
     """Alarm when the budget burns `factor` times as fast as it may, over `long` and, still, over `short`."""
 
@@ -79,6 +101,13 @@ OBJECTIVES = (
     ),
 )
 
+TIERS = TierObjective(
+    name="tier",
+    target=0.95,
+    meaning="the first token and the speed that the request's tier promises are kept; no answer is a broken promise",
+)
+"""Tiers that promise nothing never break it."""
+
 BURN_WINDOWS = (
     BurnWindow("critical", long="1h", short="5m", factor=14.4, hold="2m"),
     BurnWindow("critical", long="6h", short="30m", factor=6.0, hold="15m"),
@@ -99,7 +128,7 @@ def page() -> str:
         "",
         "| objective | of all events, in 30 days | good is |",
         "|---|---|---|",
-        *(f"| {o.name} | {o.target:.0%} | {o.meaning} |" for o in OBJECTIVES),
+        *(f"| {o.name} | {o.target:.0%} | {o.meaning} |" for o in (*OBJECTIVES, TIERS)),
         "",
         "An alert comes when the error budget burns this many times faster than it may, over both windows:",
         "",

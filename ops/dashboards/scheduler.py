@@ -5,6 +5,7 @@ from __future__ import annotations
 from ops.dashboards.model import (
     ENGINE,
     GREEN,
+    HTTP,
     RED,
     YELLOW,
     Dashboard,
@@ -33,10 +34,18 @@ NOW = Row(
     "Now",
     (
         stat(
+            "Decided by the fleet",
+            "Share of the steps that followed a lease of the fleet's scheduler.",
+            "percentunit",
+            _mode("lease"),
+            runbook="dsparkschedulerstale",
+        ),
+        stat(
             "Decided by the engine",
-            "Share of the steps whose budget the engine's own search set.",
+            "Share of the steps whose budget the engine's own search set: requests came or left, or there is no lease.",
             "percentunit",
             _mode("local"),
+            runbook="dsparkschedulerstale",
         ),
         stat(
             "Nothing to decide",
@@ -84,6 +93,7 @@ WHO = Row(
             "ops",
             (Query(rate("dspark_steps_total", ENGINE, "mode"), "{{mode}}"),),
             stacked=True,
+            runbook="dsparkschedulerstale",
         ),
         Panel(
             "Steps without a draft pass",
@@ -97,6 +107,46 @@ WHO = Row(
             "Running sequences of each replica: budgets should fall as this rises.",
             "short",
             (Query(f"sum by (replica) (dspark_requests_running{{{ENGINE}}})", "{{replica}}"),),
+        ),
+    ),
+)
+
+FLEET = Row(
+    "The fleet's scheduler",
+    (
+        Panel(
+            "Engines that the scheduler knows",
+            "Those that reported within three seconds. No line: the scheduler is dead, and engines decide themselves.",
+            "short",
+            (
+                Query(f"max(dspark_scheduler_engines{{{HTTP}}})", "known"),
+                Query(f"count(sum by (replica) (dspark_requests_running{{{ENGINE}}}))", "there are"),
+            ),
+            runbook="dsparkschedulerstale",
+        ),
+        Panel(
+            "Age of the leases that engines hold",
+            "At each step, since the engine asked for the newest one. A lease ends after a second.",
+            "s",
+            quantiles("dspark_lease_age_seconds", ENGINE),
+            runbook="dsparkschedulerstale",
+        ),
+        Panel(
+            "Time of one search over the fleet",
+            "A round answers all engines that asked within 25 ms.",
+            "s",
+            quantiles("dspark_scheduler_allocate_seconds", HTTP),
+            runbook="dsparkschedulerstale",
+        ),
+        Panel(
+            "Reports and leases",
+            "Per second, all engines. Fewer leases than reports: a lockstep group is not complete.",
+            "ops",
+            (
+                Query(rate("dspark_scheduler_reports_total", HTTP), "reports"),
+                Query(rate("dspark_scheduler_leases_total", HTTP), "leases"),
+            ),
+            runbook="dsparkschedulerstale",
         ),
     ),
 )
@@ -171,5 +221,8 @@ RIGHT = Row(
 )
 
 DASHBOARD = Dashboard(
-    "dspark-scheduler", "DSpark / Scheduler", "Who decides the budget, and is it right?", (NOW, WHO, BUDGET, RIGHT)
+    "dspark-scheduler",
+    "DSpark / Scheduler",
+    "Who decides the budget, and is it right?",
+    (NOW, WHO, FLEET, BUDGET, RIGHT),
 )

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from ops.dashboards.model import GREEN, HTTP, RED, WINDOW, YELLOW, Dashboard, Panel, Query, Row, quantiles, rate, stat
+from ops.dashboards.model import (
+    GREEN,
+    HTTP,
+    RED,
+    WINDOW,
+    YELLOW,
+    Dashboard,
+    Panel,
+    Query,
+    Row,
+    quantiles,
+    rate,
+    ratio,
+    stat,
+)
 from ops.rules.recording import burn_rate_name, error_ratio_name
-from ops.slo import BURN_WINDOWS, OBJECTIVES, Objective
+from ops.slo import BURN_WINDOWS, OBJECTIVES, TIERS, Objective
 
 RUNBOOK = "dsparkerrorbudgetburn"
 
@@ -109,12 +123,45 @@ def _burn() -> Row:
     return Row("Error budget", tuple(panels))
 
 
+def _tiers() -> Row:
+    kept = Panel(
+        "Promises kept by tier",
+        f"Share of the choices for which {TIERS.meaning}. A tier that promises nothing is always at 100%.",
+        "percentunit",
+        (
+            Query(ratio("dspark_sla_requests_good_total", "dspark_sla_requests_total", HTTP, "tier"), "{{tier}}"),
+            Query(f"vector({TIERS.target})", "target"),
+        ),
+        thresholds=((None, RED), (TIERS.target, GREEN)),
+        runbook="a-tiers-promises-are-broken",
+        maximum=1,
+    )
+    broken = Panel(
+        "Promises broken",
+        "Per second: ttft, a late first token; speed, tokens too slow; answer, refused or failed.",
+        "ops",
+        (Query(rate("dspark_sla_promises_broken_total", HTTP, "tier, promise"), "{{tier}}, {{promise}}"),),
+        stacked=True,
+        runbook="a-tiers-promises-are-broken",
+    )
+    admitted = Panel(
+        "How promised speeds found a replica",
+        "Choices per second. met: one that keeps it; waited: so, after a wait; unmet: none could, served all the same; "
+        "unknown: no engine had said.",
+        "ops",
+        (Query(rate("dspark_sla_admissions_total", HTTP, "tier, outcome"), "{{tier}}, {{outcome}}"),),
+        stacked=True,
+        runbook="a-tiers-promises-are-broken",
+    )
+    return Row("SLA tiers", (kept, broken, admitted))
+
+
 def _refusals() -> Row:
     refused = Panel(
         "Refused",
-        "Requests per second answered with 429. Each counts as a late first token.",
+        "Requests per second answered with 429, and why. Each counts as a late first token.",
         "reqps",
-        (Query(rate("dspark_requests_shed_total", HTTP), "refused"),),
+        (Query(rate("dspark_requests_shed_total", HTTP, "tier, reason"), "{{tier}}, {{reason}}"),),
         thresholds=((None, GREEN), (0.01, RED)),
         runbook="dsparkrequestsshed",
         width=12,
@@ -130,5 +177,5 @@ def _refusals() -> Row:
 
 
 DASHBOARD = Dashboard(
-    "dspark-sla", "DSpark / SLA", "Is the promise kept?", (_now(), _attainment(), _burn(), _refusals())
+    "dspark-sla", "DSpark / SLA", "Is the promise kept?", (_now(), _attainment(), _burn(), _tiers(), _refusals())
 )

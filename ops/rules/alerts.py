@@ -45,7 +45,8 @@ def _burn(window: BurnWindow) -> Alert:
         f"{burn_rate_name(window.long)} > {window.factor:g} and {burn_rate_name(window.short)} > {window.factor:g}",
         window.hold,
         window.severity,
-        f"{{{{ $labels.model }}}}: the {{{{ $labels.slo }}}} error budget burns {{{{ $value | humanize }}}} times too "
+        f"{{{{ $labels.model }}}}: the {{{{ $labels.slo }}}}{{{{ with $labels.tier }}}} {{{{ . }}}}{{{{ end }}}} error "
+        f"budget burns {{{{ $value | humanize }}}} times too "
         f"fast ({window.long} and {window.short} windows); {window.budget_spent} of a month's is gone",
         {"window": window.long},
     )
@@ -122,6 +123,14 @@ ALERTS = (
         "warning",
         "{{ $labels.model }}: steps of replica {{ $labels.replica }} take {{ $value | humanize }} times what the cost "
         "curve expects, so verify budgets are wrong",
+    ),
+    Alert(
+        "DSparkSchedulerStale",
+        f'sum by ({GROUP}) (rate(dspark_steps_total{{mode=~"local|bypass|lease"}}[5m])) > 0'
+        f" unless sum by ({GROUP}) (rate(dspark_scheduler_leases_total[5m])) > 0",
+        "5m",
+        "warning",
+        "{{ $labels.model }}: the fleet's scheduler has made no lease for 5 minutes; engines decide for themselves",
     ),
 )
 

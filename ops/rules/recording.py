@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ops.slo import GROUP, OBJECTIVES, WINDOWS, Objective
+from ops.slo import GROUP, OBJECTIVES, TIERS, WINDOWS, Objective, TierObjective
 
 Rule = dict[str, Any]
 """One rule as Prometheus' YAML has it."""
@@ -33,7 +33,10 @@ def groups() -> list[dict[str, Any]]:
     """The rule groups, in the order of their evaluation."""
     return [
         {"name": "dspark-speculation", "rules": _speculation()},
-        {"name": "dspark-slo", "rules": [rule for o in OBJECTIVES for window in WINDOWS for rule in _slo(o, window)]},
+        {
+            "name": "dspark-slo",
+            "rules": [rule for o in (*OBJECTIVES, TIERS) for window in WINDOWS for rule in _slo(o, window)],
+        },
     ]
 
 
@@ -69,7 +72,7 @@ def _speculation() -> list[Rule]:
     ]
 
 
-def _slo(objective: Objective, window: str) -> list[Rule]:
+def _slo(objective: Objective | TierObjective, window: str) -> list[Rule]:
     selected = f'{error_ratio_name(window)}{{slo="{objective.name}"}}'
     return [
         {

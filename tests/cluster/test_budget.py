@@ -72,7 +72,7 @@ def rate_of(batch: list[tuple[float, ...]], lengths: tuple[int, ...], curve: Cos
     seconds -= float(
         curve.step_seconds(len(batch) + prefill, 0) - curve.step_seconds(len(batch), 0)
     )  # the prompts' own
-    return expected / (seconds + (curve.draft_seconds(len(batch)) if sum(lengths) else 0.0))
+    return expected / (seconds + (curve.draft_seconds(sum(map(bool, batch))) if sum(lengths) else 0.0))
 
 
 @UNTIMED

@@ -64,7 +64,7 @@ def jagged_curves(draw: st.DrawFn) -> CostCurve:
     milliseconds = 10.0 + np.cumsum([*steps[:-1], steps[-1] + 10.0])
     draft = draw(st.sampled_from([0.0, 1.0, 6.0]))
     samples = [VerifySample(n + 1, 0, ms / 1000) for n, ms in enumerate(milliseconds.tolist())]
-    return CostCurve.fit(samples, [DraftSample(1, draft / 1000)] if draft else [], HERE)
+    return CostCurve.fit(samples, [DraftSample(n, n * draft / 1000) for n in (1, 3)] if draft else [], HERE)
 
 
 # --- the definition, straight ---
@@ -77,7 +77,8 @@ def tokens_of(rank: Rank, lengths: tuple[int, ...]) -> list[float]:
 def seconds_of(group: list[Rank], lengths: list[tuple[int, ...]], curve: CostCurve) -> float:
     """The rank with the most rows sets the time; a draft pass is paid by all if one drafts."""
     rows = max(len(rank.requests) + rank.prefill + sum(n) for rank, n in zip(group, lengths, strict=True))
-    drafts = curve.draft_seconds(max(len(rank.requests) for rank in group)) if any(map(sum, lengths)) else 0.0
+    drafted = max(sum(bool(slots) for _, slots in rank.requests) for rank in group)
+    drafts = curve.draft_seconds(drafted) if any(map(sum, lengths)) else 0.0
     anchors = max(len(rank.requests) for rank in group)
     prompts = curve.step_seconds(max(len(rank.requests) + rank.prefill for rank in group), 0)
     return float(curve.step_seconds(rows, 0) - (prompts - curve.step_seconds(anchors, 0))) + drafts
@@ -139,6 +140,46 @@ def test_promised_speeds_and_throughput_are_traded_as_by_brute_force(group: list
     best = max(worth_of(group, lengths, curve, TIERS) for lengths in all_lengths(group))
     [leases] = allocate([group_of(group, curve)], TIERS, min_gain=0.0)
     assert worth_of(group, admitted(group, leases), curve, TIERS) == pytest.approx(best, rel=1e-9)
+
+
+@UNTIMED
+@given(st.lists(ranks(2), min_size=1, max_size=2), jagged_curves(), st.integers(0, 12), st.sampled_from([0.0, 0.02]))
+def test_with_promises_a_lease_is_kept_unless_brute_force_finds_much_more(
+    group: list[Rank], curve: CostCurve, before: int, min_gain: float
+) -> None:
+    best = max(worth_of(group, lengths, curve, TIERS) for lengths in all_lengths(group))
+    rows = max(len(rank.requests) + rank.prefill for rank in group) + before
+    last = [BudgetLease(cap=before, padded_tokens=rows if len(group) > 1 else 0) for _ in group]
+    [leases] = allocate([group_of(group, curve, last)], TIERS, min_gain)
+    worth = worth_of(group, admitted(group, leases), curve, TIERS)
+    assert worth * (1 + min_gain) >= best * (1 - 1e-9)
+    [again] = allocate([group_of(group, curve, leases)], TIERS, min_gain)
+    assert [lease.cap for lease in again] == [lease.cap for lease in leases], "the same report never moves it twice"
+
+
+def loaded_curves() -> st.SearchStrategy[CostCurve]:
+    """Convex: each row costs at least as much as the one before."""
+    return st.lists(st.floats(0.0, 3.0), min_size=24, max_size=24).map(
+        lambda steps: CostCurve.fit(
+            [
+                VerifySample(n + 1, 0, (8.0 + ms) / 1000)
+                for n, ms in enumerate(np.cumsum([*sorted(steps), 8.0]).tolist())
+            ],
+            [],
+            HERE,
+        )
+    )
+
+
+@UNTIMED
+@given(survivals.filter(bool), loaded_curves(), st.integers(1, 4))
+def test_more_requests_of_a_kind_never_get_more_each(slots: tuple[float, ...], curve: CostCurve, load: int) -> None:
+    """Monotone in load, where each row is dearer than the one before; stairs may well carry a larger batch further."""
+    caps = []
+    for count in (load, load + 1, 2 * load + 1):
+        [[lease]] = allocate([group_of([Rank([(0, slots)] * count)], curve)], min_gain=0.0)
+        caps.append(lease.cap / count)
+    assert caps[1] <= caps[0] + 1 / load and caps[2] <= caps[0] + 1 / load
 
 
 @UNTIMED

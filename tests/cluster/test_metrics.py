@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -34,6 +34,7 @@ def rounds(draw: st.DrawFn) -> VerifyRound:
     return VerifyRound(proposed, verified, draw(st.integers(0, verified)))
 
 
+@settings(deadline=None)  # a registry takes what it takes on a busy machine
 @given(st.lists(st.lists(rounds(), max_size=5), max_size=5))
 def test_accepted_length_is_one_plus_the_sum_over_positions(steps: list[list[VerifyRound]]) -> None:
     metrics = EngineMetrics(num_kv_blocks=10, block_size=7)
@@ -71,9 +72,9 @@ def test_a_prefix_counts_once_at_each_of_its_positions() -> None:
     metrics = EngineMetrics(num_kv_blocks=10, block_size=4)
     metrics.observe_step(replace(STEP, rounds=(VerifyRound(4, 3, 1), VerifyRound(4, 2, 2)), cap=6))
     seen = values(metrics.text())
-    assert [seen["dspark_draft_tokens_proposed_total", str(k)] for k in range(4)] == [2, 2, 2, 2]
-    assert [seen["dspark_draft_tokens_verified_total", str(k)] for k in range(4)] == [2, 2, 1, 0]
-    assert [seen["dspark_draft_tokens_accepted_total", str(k)] for k in range(4)] == [2, 1, 0, 0]
+    assert [seen["dspark_draft_tokens_proposed_total", str(k), "default"] for k in range(4)] == [2, 2, 2, 2]
+    assert [seen["dspark_draft_tokens_verified_total", str(k), "default"] for k in range(4)] == [2, 2, 1, 0]
+    assert [seen["dspark_draft_tokens_accepted_total", str(k), "default"] for k in range(4)] == [2, 1, 0, 0]
     assert seen["dspark_budget_granted_tokens_total",] == 6
     assert seen["dspark_draft_tokens_trimmed_total",] == 3
 
@@ -130,13 +131,32 @@ def test_requests_as_clients_feel_them() -> None:
     metrics.observe_request("stop", ttft_seconds=0.2, request_seconds=1.2, num_tokens=11)
     metrics.observe_request("length", ttft_seconds=0.2, request_seconds=0.2, num_tokens=1)
     metrics.observe_request("abort", ttft_seconds=None, request_seconds=0.1, num_tokens=0)
-    metrics.observe_shed()
+    metrics.observe_shed("default", "queue_full")
     seen = values(metrics.text())
     assert [seen["dspark_requests_total", reason] for reason in ("stop", "length", "abort")] == [1, 1, 1]
-    assert seen["dspark_requests_shed_total",] == 1
+    assert seen["dspark_requests_shed_total", "queue_full", "default"] == 1  # labels stand in order of their names
     assert seen["dspark_ttft_seconds_count",] == 2
     assert seen["dspark_tpot_seconds_count",] == 1 and seen["dspark_tpot_seconds_sum",] == pytest.approx(0.1)
     assert seen["dspark_request_seconds_count",] == 3
+
+
+def test_drafts_and_promises_are_counted_by_tier() -> None:
+    engine = EngineMetrics(num_kv_blocks=10, block_size=2, tiers=["slow", "fast"])
+    engine.observe_step(replace(STEP, rounds=(VerifyRound(2, 2, 1, tier=1), VerifyRound(1, 1, 0))))
+    seen = values(engine.text())
+    assert [seen["dspark_draft_tokens_verified_total", position, "fast"] for position in "01"] == [1, 1]
+    assert [seen["dspark_draft_tokens_verified_total", position, "slow"] for position in "01"] == [1, 0]
+    service = ServiceMetrics(["slow", "fast"])
+    service.observe_sla("fast", [])
+    service.observe_sla("fast", ["ttft", "speed"])
+    service.observe_admission("fast", "waited")
+    seen = values(service.text())
+    assert (seen["dspark_sla_requests_total", "fast"], seen["dspark_sla_requests_good_total", "fast"]) == (2, 1)
+    assert (seen["dspark_sla_requests_total", "slow"], seen["dspark_sla_requests_good_total", "slow"]) == (0, 0)
+    broken = {key[1]: value for key, value in seen.items() if key[0] == "dspark_sla_promises_broken_total"}
+    assert broken.keys() == {"ttft", "speed", "answer"}
+    assert seen["dspark_sla_promises_broken_total", "speed", "fast"] == 1
+    assert seen["dspark_sla_admissions_total", "waited", "fast"] == 1
 
 
 def test_merge_gives_one_scrape_with_each_family_declared_once() -> None:
@@ -150,7 +170,7 @@ def test_merge_gives_one_scrape_with_each_family_declared_once() -> None:
     assert "_created" not in text
     assert 'dspark_accepted_length_sum{model="m",rank="0",replica="a"} 2.0' in text
     assert 'dspark_accepted_length_sum{model="m",rank="0",replica="b"} 3.0' in text
-    assert 'dspark_draft_tokens_accepted_total{model="m",position="1",rank="0",replica="b"} 1.0' in text
+    assert 'dspark_draft_tokens_accepted_total{model="m",position="1",rank="0",replica="b",tier="default"} 1.0' in text
     assert "# TYPE dspark_draft_tokens_accepted_total counter" in text
     assert merge([], "m") == ""
 

@@ -53,6 +53,8 @@ class TinyDrafter:
     """Proposes from logits that a function makes up; its context rows are the target's features themselves."""
 
     target_layer_ids = TAPS
+    temperatures: tuple[float, ...] = ()
+    """Its confidence is made up, not learned."""
 
     def __init__(
         self,
@@ -70,6 +72,9 @@ class TinyDrafter:
         self._confidence = confidence
         self.seen: list[tuple[int, int, Tensor, Tensor]] = []
         """(anchor, position, context keys [T, C], context values [T, C]) of every request of every propose."""
+
+    def calibrate(self, temperatures: tuple[float, ...]) -> None:
+        raise AssertionError("there is nothing to calibrate")
 
     def project_context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         keys = features[None, :, None, :]

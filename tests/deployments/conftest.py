@@ -59,13 +59,17 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples with these labels, over all processes. Pushed about once a second."""
+        return sum(self.samples(name, **labels))
+
+    def samples(self, name: str, **labels: str) -> list[float]:
+        """A metric's samples with these labels."""
         text = httpx.get(f"{self.url}/metrics", timeout=30).text
-        return sum(
+        return [
             sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        ]
 
     def engine_process(self) -> psutil.Process | None:
         """The engine actor of this test run; None unless there is just one."""

@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cluster.messages import SlaTier
 from deployments.app import _replica_options, build_app
 from deployments.config import LLMConfig, parse_config
 
 FOLDER = Path(__file__).parents[2] / "deployments"
 YAML = FOLDER / "dspark_cpu.yaml"
 MODEL = {"model_loading_config": {"model_id": "m"}}
+FAST = {"name": "fast", "min_tokens_per_second": 20.0}
 SCALED = {"max_replicas": 4, "target_ongoing_requests": 8}
 
 
@@ -146,6 +148,39 @@ def test_bundles_can_say_more_than_a_rank_reserves() -> None:
             "placement_group_config.bundles.0.CPU: Input should be greater than 0",
         ),
         ({}, "model_loading_config: Field required"),
+        (
+            {**MODEL, "sla_tiers": [{"name": "a"}, {"name": "a"}]},
+            "sla_tiers: the name 'a' is given to more than one tier",
+        ),
+        ({**MODEL, "sla_tiers": [{"name": "no spaces"}]}, "sla_tiers.0.name: String should match pattern"),
+        ({**MODEL, "sla_tiers": [{"name": "a"}, {}]}, "sla_tiers.1.name: Field required"),
+        ({**MODEL, "sla_tiers": [{"name": "a", "speed": 3}]}, "sla_tiers.0.speed: unknown key"),
+        ({**MODEL, "sla_tiers": [{"name": f"t{i}"} for i in range(256)]}, "sla_tiers: Tuple should have at most 255"),
+        ({**MODEL, "sla_tiers": [{**FAST, "min_tokens_per_second": -1}]}, "sla_tiers.0.min_tokens_per_second: Input"),
+        (
+            {**MODEL, "sla_tiers": [{**FAST, "min_tokens_per_second": float("inf")}]},
+            "sla_tiers.0.min_tokens_per_second",
+        ),
+        ({**MODEL, "sla_tiers": [{**FAST, "ttft_ms": 0}]}, "sla_tiers.0.ttft_ms: Input should be greater than 0"),
+        (
+            {**MODEL, "sla_tiers": [{**FAST, "weight": 0.5}]},
+            "sla_tiers.0.weight: Input should be greater than or equal",
+        ),
+        (
+            {**MODEL, "sla_tiers": [{**FAST, "when_unmet": "drop"}]},
+            "sla_tiers.0.when_unmet: Input should be 'serve' or",
+        ),
+        ({**MODEL, "sla_tiers": [{"name": "a", "weight": 2}]}, "sla_tiers.0: Value error, weight needs min_tokens_per"),
+        ({**MODEL, "sla_tiers": [{"name": "a", "when_unmet": "shed"}]}, "sla_tiers.0: Value error, when_unmet needs"),
+        (
+            {**MODEL, "sla_tiers": [FAST], "default_sla_tier": "b"},
+            "default_sla_tier: 'b' is none of the sla_tiers (fast)",
+        ),
+        ({**MODEL, "default_sla_tier": "b"}, "default_sla_tier: 'b' is none of the sla_tiers (there are none)"),
+        (
+            {**MODEL, "sla_tiers": [{**FAST, "ttft_ms": 60_000}]},
+            "sla_tiers.0.ttft_ms: half of it is waited for a replica, which must be less than http_config.submit_timeo",
+        ),
     ],
 )
 def test_wrong_keys_are_named_by_their_path(args: dict[str, object], expected: str) -> None:
@@ -173,6 +208,24 @@ def test_effective_configuration_can_be_used_again() -> None:
 )
 def test_serve_takes_every_way_to_say_how_many_replicas(deployment_config: dict[str, object]) -> None:
     build_app(parse_config({**MODEL, "deployment_config": deployment_config}))
+
+
+def test_tiers_are_named_for_clients_and_numbered_for_engines() -> None:
+    tiers = [{"name": "slow"}, {**FAST, "ttft_ms": 500, "weight": 4}]
+    config = parse_config({**MODEL, "sla_tiers": tiers, "default_sla_tier": "fast"})
+    assert config.promises == (SlaTier("slow"), SlaTier("fast", 20.0, 4.0, 500.0))
+    assert [tier.name for tier in config.tiers] == ["slow", "fast"]
+    assert config.default_tier == 1
+    assert parse_config({**MODEL, "sla_tiers": tiers}).default_tier == 0, "the first"
+    assert config.tiers[1].longest_wait_seconds == 0.25
+    assert parse_config(yaml.safe_load(config.effective_yaml())) == config
+
+
+def test_without_tiers_there_is_one_that_promises_nothing() -> None:
+    config = parse_config(MODEL)
+    assert config.promises == ()
+    assert [tier.promise for tier in config.tiers] == [SlaTier("default")]
+    assert config.default_tier == 0
 
 
 def test_model_source_reaches_the_engine() -> None:

@@ -52,6 +52,7 @@ class Fleet:
     def __init__(self, *scripts: Script, submit_seconds: float = 60.0, migration_seconds: float = 60.0) -> None:
         self._scripts = list(scripts)
         self.requests: list[Request] = []
+        self.migrates: list[bool] = []
         self.streams: list[Scripted] = []
         self.num_migrations = 0
         self.delivered: list[TokenEvent] = []
@@ -62,7 +63,8 @@ class Fleet:
         await self.stream.forward(self.delivered.append)
         return [token for event in self.delivered for token in event.token_ids]
 
-    def _send(self, request: Request) -> Scripted:
+    def _send(self, request: Request, migrates: bool) -> Scripted:
+        self.migrates.append(migrates)
         self.requests.append(request)
         self.streams.append(Scripted(self._scripts.pop(0) if len(self._scripts) > 1 else self._scripts[0]))
         return self.streams[-1]
@@ -92,6 +94,7 @@ async def test_what_arrived_counts_as_output_of_the_next(loss: Script) -> None:
     )
     assert await fleet.run() == [5, 6, 7, 8, 9]
     assert [request.emitted_token_ids for request in fleet.requests] == [(), (5, 6), (5, 6, 7)]
+    assert fleet.migrates == [False, True, True], "who had a place is not refused one"
     assert all(request.sampling == REQUEST.sampling for request in fleet.requests)
     assert fleet.num_migrations == 2
     assert fleet.delivered[-1].stats is None, "they would tell of the last engine only"

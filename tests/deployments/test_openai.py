@@ -16,6 +16,7 @@ from deployments.openai import (
     CompletionRequest,
     ModelLimits,
     parse_body,
+    tier_of,
     to_choices,
 )
 
@@ -124,7 +125,8 @@ def test_too_many_choices() -> None:
         ("min_tokens", 91), ("presence_penalty", 2.5), ("frequency_penalty", -2.5), ("repetition_penalty", 0),
         ("logit_bias", {"x": 1}), ("logit_bias", {"1000": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"1": 101}),
         ("logit_bias", []), ("ignore_eos", 1), ("stream", "true"), ("stream_options", {"include_usage": True}),
-        ("dspark", {"max_draft_tokens": -1}), ("dspark", {"max_drafts": 1}), ("dspark", 3), ("nonsense", 1),
+        ("dspark", {"max_draft_tokens": -1}), ("dspark", {"max_drafts": 1}), ("dspark", {"tier": 1}),
+        ("dspark", 3), ("nonsense", 1),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("make", [chat, completion])
@@ -205,3 +207,30 @@ def test_developer_is_system_and_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = chat(messages=[{"role": "developer", "content": "x"}, {"role": "user", "content": parts}])
     assert body.conversation() == [{"role": "system", "content": "x"}, {"role": "user", "content": "a\nb"}]
+
+
+@pytest.mark.parametrize(
+    ("options", "header", "expected"),
+    [(None, None, 1), ({}, None, 1), ({"tier": "slow"}, None, 0), (None, "slow", 0), ({"tier": "slow"}, "slow", 0),
+     ({"tier": None}, "slow", 0)],
+)  # fmt: skip
+def test_a_tier_is_named_in_body_or_header(options: object, header: str | None, expected: int) -> None:
+    place = tier_of(chat(dspark=options), header, ["slow", "fast"], 1)
+    assert place == expected
+    made = to_choices(chat(dspark=options, n=2), [(1,)], LIMITS, "id", place)
+    assert {choice.request.tier for choice in made} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("options", "header", "field", "message"),
+    [
+        ({"tier": "gold"}, None, "dspark.tier", "'gold' is no tier of this server, which has slow, fast"),
+        (None, "gold", "x-dspark-tier", "'gold' is no tier of this server, which has slow, fast"),
+        (None, "", "x-dspark-tier", "'' is no tier of this server"),
+        ({"tier": "slow"}, "fast", "dspark.tier", "is 'slow', but the header x-dspark-tier says 'fast'"),
+    ],
+)
+def test_wrong_tiers_are_refused(options: object, header: str | None, field: str, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as raised:
+        tier_of(chat(dspark=options), header, ["slow", "fast"], 1)
+    assert raised.value.field_name == field

@@ -87,6 +87,7 @@ def test_bad_json(server: Server, path: str, body: bytes) -> None:
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"prompt": [10**9]}, "prompt"),
         ({"dspark": {"drafts": 3}}, "dspark.drafts"),
+        ({"dspark": {"tier": "gold"}}, "dspark.tier"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"suffix": "x"}, "suffix"),
         ({"nonsense": 1}, "nonsense"),
@@ -121,6 +122,7 @@ def test_keys_are_required_and_checked_first(server: Server, key: str | None) ->
         assert error["code"] == "invalid_api_key"
         assert not key or key not in error["message"]
     assert error_of(httpx.get(f"{server.url}/v1/models"), 401)
+    assert error_of(httpx.get(f"{server.url}/v1/dspark/scheduler"), 401)
 
 
 def test_keys_from_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:

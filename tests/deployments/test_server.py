@@ -202,7 +202,8 @@ def test_streamed_chat_equals_the_whole_one(client: openai.OpenAI) -> None:
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert chunks[-1].choices == []
     assert chunks[-1].usage == whole.usage
-    assert chunks[-1].dspark.keys() == {"accepted_length", "tokens_per_second", "ttft_ms", "tpot_ms"}
+    told = {"accepted_length", "tokens_per_second", "ttft_ms", "tpot_ms", "tier", "tier_met"}
+    assert chunks[-1].dspark.keys() == told
     deltas = [chunk.choices[0] for chunk in chunks[:-1]]
     assert "".join(delta.delta.content or "" for delta in deltas) == whole.choices[0].message.content
     tokens = [token for delta in deltas if delta.logprobs for token in delta.logprobs.content]
@@ -247,6 +248,7 @@ def test_dspark_extension(client: openai.OpenAI) -> None:
     assert answer.dspark["ttft_ms"] > 0
     assert answer.dspark["tpot_ms"] > 0
     assert answer.dspark["tokens_per_second"] > 0
+    assert (answer.dspark["tier"], answer.dspark["tier_met"]) == ("default", True), "no tiers, no promises"
     assert text_of(answer) == text_of(complete(client)), "drafts never change an answer"
 
 

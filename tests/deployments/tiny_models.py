@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from cluster.profiler import _provenance
+from cluster.shard import Shard
+from cluster.sps import CostCurve, DraftSample, VerifySample
+from deployments.config import parse_config
 from deployments.tokenizer import Tokenizer
 from drafter.checkpoint import save_checkpoint
 from drafter.config import DrafterConfig
@@ -92,3 +96,13 @@ def _drafter(model: Any) -> DSpark:
     torch.manual_seed(1)
     weight = model.get_input_embeddings().weight.detach()
     return DSpark(config, weight, weight[target_ids], target_ids).eval().requires_grad_(False)
+
+
+def keep_curve(path: Path, settings: dict[str, Any]) -> None:
+    """A curve of this very engine on which a draft costs as much as it does on a loaded GPU. The times are long, so
+    that whatever real steps take, all of the curve is corrected alike (to its limit, a quarter)."""
+    config = parse_config(settings).engine_config()
+    samples = [VerifySample(n, 100, 10.0 + n) for n in (1, 2, 4, 8, 16, 32, 64, 128)]
+    CostCurve.fit(samples, [DraftSample(1, 0.01), DraftSample(16, 0.01)], _provenance(config, Shard.load(config))).save(
+        path
+    )

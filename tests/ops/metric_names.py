@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
-from cluster.metrics import ServiceMetrics
+from cluster.metrics import SchedulerMetrics, ServiceMetrics
 from ops.metrics_reference import engine_metrics
 
 
 def known() -> set[str]:
     """Every sample name of a scrape."""
-    registries = (engine_metrics().registry, ServiceMetrics().registry)
-    return {sample.name for registry in registries for family in registry.collect() for sample in family.samples}
+    processes = (engine_metrics(), ServiceMetrics(), SchedulerMetrics())
+    return {sample.name for each in processes for family in each.registry.collect() for sample in family.samples}
 
 
 def named(text: str) -> set[str]:

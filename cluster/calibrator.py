@@ -1,0 +1,77 @@
+"""What one engine keeps of its drafts' outcomes: evidence for whoever asks, and its own refit when nobody does.
+
+With a fleet's scheduler, evidence is taken every few seconds and temperatures come back with the lease. An engine whose
+evidence nobody takes refits from its own, by the same function and just as bounded. Either way they are adopted between
+two steps, so the confidences of one draft all come from the same temperatures.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from cluster.calibration import Evidence, errors, refit
+from cluster.messages import PositionCalibration
+from drafter.interface import check_temperatures
+
+PATIENCE_STEPS = 2048
+"""An engine whose evidence wasn't taken for so long refits itself."""
+REFIT_EVERY_STEPS = 256
+REPORT_EVERY_STEPS = 256
+RECENT_SLOTS = 20_000
+"""Errors are of about so many slots of the commonest position: when there are more, older ones count half."""
+
+
+class Calibrator:
+    """`observe` and `due` belong to the thread that steps; `take` and `offer` to any."""
+
+    def __init__(self, temperatures: tuple[float, ...]) -> None:
+        """Those that the drafter has now; empty for one without confidences, and then nothing is gathered."""
+        self.temperatures = temperatures
+        self._lock = threading.Lock()
+        self._evidence = Evidence.none(len(temperatures))
+        self._recent = Evidence.none(len(temperatures))
+        self._offered: tuple[float, ...] | None = None
+        self._num_steps = 0
+        self._num_steps_untaken = 0
+
+    def observe(self, evidence: Evidence) -> None:
+        """Of one step."""
+        self._recent += evidence
+        if self._recent.covered.sum(axis=2).max() > RECENT_SLOTS:
+            self._recent = self._recent.halved()
+        with self._lock:
+            self._evidence += evidence
+
+    def take(self) -> Evidence:
+        """All that was gathered since the last time."""
+        with self._lock:
+            taken, self._evidence = self._evidence, Evidence.none(len(self.temperatures))
+            self._num_steps_untaken = 0
+        return taken
+
+    def offer(self, temperatures: tuple[float, ...]) -> None:
+        """For the next step. ValueError when they don't fit the drafter."""
+        check_temperatures(temperatures, len(self.temperatures))
+        with self._lock:
+            self._offered = temperatures
+
+    def due(self) -> tuple[float, ...] | None:
+        """Once before each step: the temperatures to draft with from now on, when they are others than before."""
+        if not self.temperatures:
+            return None
+        self._num_steps += 1
+        with self._lock:
+            self._num_steps_untaken += 1
+            wanted, self._offered = self._offered, None
+            alone = self._num_steps_untaken >= PATIENCE_STEPS
+            if wanted is None and alone and self._num_steps % REFIT_EVERY_STEPS == 0:
+                wanted, self._evidence = refit(self._evidence, self.temperatures)
+        if wanted is None or wanted == self.temperatures:
+            return None
+        self.temperatures = wanted
+        return wanted
+
+    def report(self) -> tuple[PositionCalibration, ...]:
+        """Once after each step: how true confidences are lately, every REPORT_EVERY_STEPS."""
+        due = self.temperatures and self._num_steps % REPORT_EVERY_STEPS == 0
+        return errors(self._recent, self.temperatures) if due else ()

@@ -1,0 +1,155 @@
+"""The fleet's scheduler: an actor that collects reports, asks `fleet.allocate`, and answers with leases. No arithmetic.
+
+It keeps nothing that the next reports don't bring back, so it may die at any time; engines then decide for themselves
+by the same arithmetic. Both ends of the line are here: `ConfidenceScheduler`, which Serve keeps alive beside the
+replicas, and `Line`, an engine's end of it, which lives on the event loop of the engine's actor and never on its step
+thread.
+
+The answer to a report waits for the next round, in which all that was reported meanwhile is answered at once: one
+search for the fleet, however many engines there are, and an engine's next report comes after its answer, so a slow
+scheduler is asked less.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from ray.exceptions import RayActorError, RayError
+
+from cluster.accounts import FleetAccount, account
+from cluster.messages import BudgetLease, LoadReport, StepResult
+from cluster.metrics import SchedulerMetrics
+from cluster.roster import Answer, Experience, Member, Roster
+
+logger = logging.getLogger(__name__)
+
+ROUND_SECONDS = 0.025
+"""Reports of so long are answered together."""
+REPORT_SECONDS = 0.025
+"""Least time between an answer and the next report."""
+IDLE_SECONDS = 0.5
+"""An engine that has no news says so this often, to be known."""
+INTRODUCE_SECONDS = 5.0
+PATIENCE_SECONDS = 2.0
+"""Longest wait for an answer. A lease that comes later would have ended."""
+
+
+class ConfidenceScheduler:
+    """The actor. Its methods never wait for an engine."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._started_seconds = clock()
+        self._roster = Roster()
+        self._metrics = SchedulerMetrics()
+        self._round: asyncio.Task[None] | None = None
+
+    async def report(
+        self, engine: str, report: LoadReport, experience: Experience, member: Member | None = None
+    ) -> Answer:
+        """`engine` did a step; the answer comes with the next round. `member` introduces it, first and now and then."""
+        now = self._clock()
+        if member is not None:
+            self._roster.introduce(member, now)
+        if not self._roster.note(engine, report, experience, now):
+            return Answer(known=False)
+        self._metrics.observe_report()
+        if self._round is None or self._round.done():
+            self._round = asyncio.create_task(self._answer())
+        await asyncio.shield(self._round)
+        return Answer(known=True, lease=self._roster.lease(engine))
+
+    async def explain(self) -> FleetAccount:
+        """Who has which lease, and why."""
+        now = self._clock()
+        self._roster.forget_silent(now)
+        return account(self._roster, now, now - self._started_seconds)
+
+    async def metrics_text(self) -> str:
+        """The scheduler's registry as exposition text."""
+        self._roster.forget_silent(self._clock())
+        self._metrics.observe_fleet(len(self._roster.entries))
+        return self._metrics.text()
+
+    async def _answer(self) -> None:
+        """One round."""
+        await asyncio.sleep(ROUND_SECONDS)
+        started = self._clock()
+        self._roster.forget_silent(started)
+        num_leases = self._roster.allocate()
+        self._metrics.observe_round(num_leases, self._clock() - started)
+
+
+class Reporting(Protocol):
+    """What the line wants of an engine. Named here, because the scheduler's own process has no use for a real one."""
+
+    clock: Callable[[], float]
+
+    @property
+    def last_report(self) -> LoadReport: ...
+
+    def offer(self, lease: BudgetLease, report: LoadReport, asked_seconds: float) -> None: ...
+
+
+class Line:
+    """An engine's end. `observe` belongs to the step thread and only leaves a note; all else runs on the event loop."""
+
+    def __init__(self, name: str, engine: Reporting, introduce: Callable[[], Member]) -> None:
+        """`introduce` says who the engine, which calls itself `name`, is now."""
+        self._name = name
+        self._engine = engine
+        self._introduce = introduce
+        self._scheduler: Any = None
+        self._introduced_seconds = self._asked_seconds = -math.inf
+        self._asked_step: int | None = None
+        self._lock = threading.Lock()
+        self._experience = Experience()
+
+    def observe(self, result: StepResult) -> None:
+        """A step was done."""
+        num_tokens = sum(1 + verify_round.num_accepted for verify_round in result.rounds)
+        prompts = result.predicted.prompts_seconds if result.predicted else 0.0
+        with self._lock:
+            self._experience = self._experience.and_then(result.mode, num_tokens, max(result.seconds - prompts, 0.0))
+
+    def connect(self, scheduler: Any) -> None:
+        """Where the scheduler is now. Told again and again, since a new one has another handle."""
+        self._scheduler = scheduler
+
+    async def run(self) -> None:
+        """Report and take leases until the process ends. Whatever becomes of the scheduler, only this waits for it."""
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            scheduler, now = self._scheduler, self._engine.clock()
+            report = self._engine.last_report
+            if scheduler is None or (report.step == self._asked_step and now - self._asked_seconds < IDLE_SECONDS):
+                continue
+            try:
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    await self._ask(scheduler, report, now)
+            except RayActorError:  # dead or out of reach; its successor will be told to us
+                if self._scheduler is scheduler:
+                    self._scheduler = None
+            except (RayError, TimeoutError) as error:
+                logger.warning("the fleet's scheduler gives no answer: %s", error or "it takes too long")
+
+    async def _ask(self, scheduler: Any, report: LoadReport, now: float) -> None:
+        member = None
+        if now - self._introduced_seconds >= INTRODUCE_SECONDS:
+            member, self._introduced_seconds = self._introduce(), now
+        with self._lock:
+            experience, self._experience = self._experience, Experience()
+        self._asked_step, self._asked_seconds = report.step, now
+        sent = replace(report, request_ids=())
+        answer: Answer = await scheduler.report.remote(self._name, sent, experience, member)
+        if not answer.known:
+            self._introduced_seconds = -math.inf
+        elif answer.lease is not None:
+            self._engine.offer(answer.lease, report, now)

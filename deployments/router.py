@@ -1,0 +1,119 @@
+"""Serve's request router of the replicas: promised speeds first, then prefix caches, then load (admission.py).
+
+Serve makes one in each process that has a handle of the deployment. It asks `choose_replicas` again, with a backoff,
+until a request has a replica; what an engine can do comes with Serve's own broadcasts, as the replicas' routing stats.
+Serve copies this module by value: it must not keep anything that others are to see.
+
+A choice of ours that waits must hold up nobody, so every request has a routing task of its own, and what a task finds
+is for its own request. Serve's own look-up, by the id of the HTTP request, would take one choice of it for another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from ray.serve.config import RequestRouterConfig
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from cluster.messages import TierUnmetError
+from deployments.admission import PrefixMemory, ReplicaLoad, Route, Ticket, prompt_key, route
+
+RETRY_AFTER_SECONDS = 2.0
+"""What a refused client is told: about when the replicas' news will be others."""
+NEWS_PERIOD_SECONDS = 0.5
+WAIT_SECONDS = 0.05
+"""Longest between two looks at the replicas' news."""
+MAX_WAITING = 1_000_000
+
+
+class TierRouter(RequestRouter):  # type: ignore[misc]
+    """See the module."""
+
+    def initialize_state(self) -> None:
+        self._memory = PrefixMemory()
+
+    @property
+    def max_num_routing_tasks(self) -> int:
+        return MAX_WAITING
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """All replicas, one by one, the best first; none: ask again later."""
+        if pending_request is None or not candidate_replicas:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True
+        ticket: Ticket | None = pending_request.kwargs.get("ticket")
+        chosen = self._route(candidate_replicas, ticket)
+        if ticket is not None:
+            if ticket.holds(chosen.met, time.monotonic()):
+                ticket.outcome = "waited"
+                return []
+            if ticket.sheds(chosen.met):
+                self._refuse(pending_request, ticket)
+            elif chosen.met is None:
+                ticket.outcome = "unknown"
+            elif not chosen.met:
+                ticket.outcome = "unmet"
+            elif ticket.outcome != "waited":
+                ticket.outcome = "met"
+        return [[candidate_replicas[i]] for i in chosen.order]
+
+    def _route(self, replicas: list[RunningReplica], ticket: Ticket | None) -> Route:
+        loads = [self._load(replica) for replica in replicas]
+        if ticket is None:  # Serve refused to send it where it was to go, which happens when all are full
+            return route(loads, 0, 0.0, {}, 0)
+        prompt, tier = ticket.request.prompt_token_ids, ticket.request.tier
+        known = self._memory.known(prompt)
+        return route(loads, tier, ticket.tier.min_tokens_per_second, known, prompt_key(prompt))
+
+    def _load(self, replica: RunningReplica) -> ReplicaLoad:
+        """Serve's count, which only this process's own requests keep fresh, or the engine's, which is somewhat old."""
+        news: dict[str, Any] = replica.routing_stats
+        counted, then = self.replica_queue_len_cache.get(replica.replica_id) or 0, int(news.get("num_requests", 0))
+        return ReplicaLoad(_name(replica.replica_id), max(counted, then), tuple(news.get("speeds", ())), then)
+
+    def _refuse(self, pending: PendingRequest, ticket: Ticket) -> None:
+        pending.future.set_exception(TierUnmetError(ticket.tier.name, RETRY_AFTER_SECONDS))
+        self._leave(pending)
+
+    def _fulfill_next_pending_request(self, replica: RunningReplica, request_metadata: Any = None) -> None:
+        """`request_metadata` is the very object of the request that the replica was chosen for."""
+        for pending in self._pending_requests_to_fulfill:
+            if pending.metadata is request_metadata and not pending.future.done():
+                self._record_queue_wait_time(pending)
+                self._depart(pending, _name(replica.replica_id))
+                pending.future.set_result(replica)
+                self._leave(pending)
+                return
+
+    def _leave(self, pending: PendingRequest) -> None:
+        """Serve counts who is in line to know how many tasks to start, and takes out only the first ones, so that one
+        that waits would let the line grow."""
+        self._remove_pending_request_from_indices(pending)
+        line: deque[PendingRequest] = self._pending_requests_to_fulfill
+        waiting = [other for other in line if not other.future.done()]
+        line.clear()
+        line.extend(waiting)
+
+    def _depart(self, pending: PendingRequest, replica: str) -> None:
+        ticket: Ticket | None = pending.kwargs.pop("ticket", None)
+        if ticket is not None:
+            self._memory.served(ticket.request.prompt_token_ids, replica)
+            if ticket.tier.min_tokens_per_second:
+                ticket.report(ticket.outcome)
+
+
+def _name(replica_id: ReplicaID) -> str:
+    return str(replica_id.unique_id)
+
+
+def router_config() -> RequestRouterConfig:
+    """For the replicas' deployment."""
+    return RequestRouterConfig(
+        request_router_class=TierRouter,
+        request_routing_stats_period_s=NEWS_PERIOD_SECONDS,
+        max_backoff_s=WAIT_SECONDS,
+    )

@@ -1,0 +1,83 @@
+"""`python -m ops.explain`: what the fleet's scheduler lets each engine verify, and why, as a table.
+
+python -m ops.explain --url http://127.0.0.1:8000 --api-key-file key
+The same as JSON: GET /v1/dspark/scheduler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+PATH = "/v1/dspark/scheduler"
+COLUMNS = ("replica", "mode", "running", "waiting", "cap", "why", "tok/s", "predicted", "plain", "next request", "age")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the application answers")
+    parser.add_argument("--api-key-file", type=Path, help="one of the accepted keys")
+    options = parser.parse_args()
+    request = urllib.request.Request(options.url.rstrip("/") + PATH)
+    if options.api_key_file:
+        request.add_header("Authorization", f"Bearer {options.api_key_file.read_text().strip()}")
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            print(table(json.load(response)))
+    except urllib.error.HTTPError as error:
+        print(f"{error.code}: {error.read().decode(errors='replace')}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"{options.url}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def table(fleet: dict[str, Any]) -> str:
+    """The whole answer as text: a line for each engine, then the tiers and what the words mean."""
+    rows = [COLUMNS, *(_row(engine) for engine in fleet["engines"])]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    tiers = [_tier(tier) for tier in fleet["tiers"]] or ["none"]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{len(fleet['engines'])} engines, a scheduler of {fleet['scheduler_age_seconds']:.0f} s",
+            f"tiers: {'; '.join(tiers)}",
+            "cap: draft tokens that a step may verify. tok/s, predicted, plain: the engine's output as measured, as",
+            "the cost curve expects it under this lease, and without drafts, prompts left out. next request: what",
+            "one more would get, by tier, in tok/s. age: seconds since the engine last said something.",
+        ]
+    )
+
+
+def _row(engine: dict[str, Any]) -> tuple[str, ...]:
+    rows = f" of {engine['padded_tokens']} rows" if engine["padded_tokens"] else ""
+    return (
+        engine["replica"] + (f" (rank {engine['rank']} of {engine['group']})" if engine["group"] else ""),
+        engine["mode"],
+        str(engine["num_running"]),
+        str(engine["num_waiting"]),
+        "-" if engine["cap"] is None else f"{engine['cap']}{rows}",
+        engine["binding"],
+        f"{engine['measured_tokens_per_second']:.1f}",
+        f"{engine['predicted_tokens_per_second']:.1f}",
+        f"{engine['predicted_plain_tokens_per_second']:.1f}",
+        " ".join(f"{speed:.1f}" for speed in engine["speeds"]) or "-",
+        f"{engine['report_age_seconds']:.2f}",
+    )
+
+
+def _tier(tier: dict[str, Any]) -> str:
+    return f"{tier['name']} >= {tier['min_tokens_per_second']:g} tok/s (weight {tier['weight']:g})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

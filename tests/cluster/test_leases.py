@@ -1,0 +1,186 @@
+"""Leases from outside: what a step makes of them, and what it must not."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_scheduling import VOCAB, curve
+from tiny_engine import Outputs, make_engine, prompts, random_drafter, request
+
+from cluster.budget import encode_survival
+from cluster.engine import Engine
+from cluster.leases import Offer, Offers
+from cluster.messages import BudgetLease, LoadReport
+
+
+def report(step: int = 0, num_requests: int = 2, prefill: int = 0) -> LoadReport:
+    return LoadReport(
+        step=step,
+        survival=encode_survival([[0.5, 0.25]] * num_requests, 2),
+        tiers=bytes(num_requests),
+        num_prefill_tokens=prefill,
+        context_tokens=10,
+        num_waiting=0,
+        drafted=True,
+        request_ids=tuple(f"r{i}" for i in range(num_requests)),
+    )
+
+
+def offer(step: int = 0, asked: float = 0.0, cap: int = 3, **lease: Any) -> Offer:
+    return Offer.of(BudgetLease(cap=cap, **lease), report(step), asked)
+
+
+def test_the_newest_offer_that_is_old_enough_counts() -> None:
+    offers = Offers()
+    assert offers.current(9, 0.0) is None
+    for step in (5, 6, 7):
+        offers.add(offer(step, cap=step))
+    for newest, expected in ((4, None), (5, 5), (6, 6), (7, 7), (99, 7)):
+        current = offers.current(newest, 0.5)
+        assert (current and current.lease.cap) == expected
+
+
+def test_an_answer_to_the_same_report_replaces_the_first_and_pushes_out_no_older_one() -> None:
+    offers = Offers()
+    for asked, step in enumerate((5, 6, 7, 7, 7, 7)):
+        offers.add(offer(step, asked=0.1 * asked, cap=step))
+    assert offers.current(5, 0.6) is not None
+    current = offers.current(7, 0.6)
+    assert current is not None
+    assert current.asked_seconds == 0.5
+
+
+def test_time_runs_from_the_question_on_the_engines_own_clock() -> None:
+    offers = Offers()
+    offers.add(offer(asked=100.0, duration_seconds=1.0))
+    assert offers.current(0, 100.9) is not None
+    assert offers.current(0, 101.0) is None
+
+
+def test_a_younger_offer_that_has_ended_is_not_outlived_by_an_older_one() -> None:
+    offers = Offers()
+    offers.add(offer(1, asked=0.0, duration_seconds=9.0))
+    offers.add(offer(2, asked=0.0, duration_seconds=1.0))
+    assert offers.current(2, 5.0) is None
+
+
+def test_a_rank_fills_up_to_the_rows_of_its_group() -> None:
+    shared = Offer.of(BudgetLease(cap=3, padded_tokens=20), report(num_requests=4, prefill=6), 0.0)
+    assert [shared.share(running).cap for running in (4, 6, 2, 14, 40)] == [10, 8, 12, 0, 0]
+
+
+def scheduled(folder: Path, cost: Any, **settings: Any) -> tuple[Engine, list[float]]:
+    """An engine whose clock stands where the returned list says; its curve learns nothing."""
+    now = [0.0]
+    engine = make_engine(folder, random_drafter(VOCAB), cost, speculation="scheduled", **settings)
+    engine._scheduler.refresh = lambda result: None  # type: ignore[method-assign]
+    engine.clock = lambda: now[0]
+    return engine, now
+
+
+def running(engine: Engine, count: int = 8, max_tokens: int = 60, warm: int = 8) -> None:
+    for prompt in prompts(count):
+        engine.add(request(prompt, max_tokens=max_tokens, temperature=1.0))
+    for _ in range(warm):
+        engine.step()
+
+
+def test_a_lease_is_used_two_steps_on_and_until_it_ends(tiny: tuple[Path, Any]) -> None:
+    engine, now = scheduled(tiny[0], curve(0.1))
+    running(engine)
+    result = engine.step()
+    engine.offer(BudgetLease(cap=5, duration_seconds=1.0), result.report, asked_seconds=0.0)
+    following = [engine.step() for _ in range(10)]
+    first = next(step for step in following if step.mode == "lease")
+    assert first.step >= result.step + 2
+    assert first.cap == 5
+    assert sum(r.num_verified for r in first.rounds) == 5
+    assert first.lease_age_seconds == 0.0
+    assert [s.mode for s in following[following.index(first) :]] == ["lease"] * (10 - following.index(first))
+    now[0] = 0.99
+    result = engine.step()
+    assert (result.mode, result.lease_age_seconds) == ("lease", 0.99)
+    now[0] = 1.0
+    result = engine.step()
+    assert (result.mode, result.lease_age_seconds) == ("local", None), "at once, not at the next search"
+
+
+def test_a_lease_from_a_report_of_the_last_step_waits(tiny: tuple[Path, Any]) -> None:
+    """The engine asks after every step and is answered at once: what it uses is still two steps old."""
+    engine, _ = scheduled(tiny[0], curve(0.1))
+    running(engine)
+    used = []
+    for _ in range(12):
+        result = engine.step()
+        used.append((result.step, result.cap, result.mode))
+        engine.offer(BudgetLease(cap=100 + result.step), result.report, asked_seconds=0.0)
+    leased = [(step, cap - 100) for step, cap, mode in used if mode == "lease"]
+    assert len(leased) > 4
+    assert all(answered <= step - 2 for step, answered in leased)
+
+
+def test_a_lease_for_other_requests_is_none(tiny: tuple[Path, Any]) -> None:
+    engine, _ = scheduled(tiny[0], curve(0.1))
+    running(engine, max_tokens=100)
+    result = engine.step()
+    engine.offer(BudgetLease(cap=5, duration_seconds=99.0), result.report, asked_seconds=0.0)
+    modes = [engine.step().mode for _ in range(6)]
+    assert modes[-1] == "lease"
+    engine.abort(result.report.request_ids[3])
+    assert {engine.step().mode for _ in range(6)} == {"local"}, "as good as with nobody's advice"
+
+
+def test_low_load_needs_no_lease(tiny: tuple[Path, Any]) -> None:
+    engine, _ = scheduled(tiny[0], curve(1e-3))
+    running(engine, count=2)
+    engine.offer(BudgetLease(cap=0, duration_seconds=99.0), engine.step().report, asked_seconds=0.0)
+    assert {engine.step().mode for _ in range(8)} == {"bypass"}
+
+
+@pytest.mark.parametrize("speculation", ["scheduled", "fixed"])
+def test_only_scheduled_engines_obey(tiny: tuple[Path, Any], speculation: str) -> None:
+    engine = make_engine(tiny[0], random_drafter(VOCAB), curve(0.1), speculation=speculation)
+    engine._scheduler.refresh = lambda result: None  # type: ignore[method-assign]
+    running(engine)
+    lease = BudgetLease(cap=0, duration_seconds=1e9)
+    engine.offer(lease, engine.step().report, engine.clock())
+    caps = {engine.step().cap for _ in range(8)}
+    assert (0 in caps) == (speculation == "scheduled")
+
+
+def test_a_lease_that_stops_drafting_is_probed(tiny: tuple[Path, Any]) -> None:
+    engine, _ = scheduled(tiny[0], curve(0.1))
+    running(engine, count=4, max_tokens=110)
+    engine.offer(BudgetLease(cap=0, duration_seconds=1e9), engine.step().report, asked_seconds=0.0)
+    steps = [engine.step() for _ in range(80)]
+    assert Counter(step.report.drafted for step in steps[4:])[True] == 1
+    assert {step.mode for step in steps[4:]} == {"lease"}
+
+
+def test_random_leases_change_no_greedy_or_seeded_text(tiny: tuple[Path, Any]) -> None:
+    """Every cap from 0 to more than there are slots, any price, a fresh one for each step."""
+    asked = [
+        request(p, f"r{i}", max_tokens=30, **({} if i % 2 else {"temperature": 1.0, "seed": i}))
+        for i, p in enumerate(prompts(8))
+    ]
+    texts = []
+    for adversarial in (False, True):
+        engine, _ = scheduled(tiny[0], curve(0.1))
+        outputs, dice = Outputs(), random.Random(5)
+        for each in asked:
+            engine.add(replace(each))
+        while engine.has_work:
+            result = engine.step()
+            outputs.observe(result)
+            if adversarial:
+                lease = BudgetLease(cap=dice.choice([0, 1, 3, 9, 99]), price=dice.choice([0.0, 0.3, 0.9]))
+                engine.offer(lease, result.report, asked_seconds=0.0)
+        texts.append(outputs.tokens)
+        modes = Counter(step.mode for step in outputs.steps)
+        assert (modes["lease"] > 5) == adversarial, modes
+    assert texts[0] == texts[1]

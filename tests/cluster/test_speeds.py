@@ -1,0 +1,125 @@
+"""What one more request would get, against what `allocate` would really give it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_scheduling import curve
+
+from cluster import fleet
+from cluster.budget import LEVELS, PACE, decode_seconds, encode_survival, slot_values, survival_levels
+from cluster.fleet import Group
+from cluster.messages import BudgetLease, LoadReport, SlaTier
+from cluster.sla import MARGIN
+from cluster.speeds import expected_rate, speeds
+from cluster.sps import CostCurve
+
+TIERS = (SlaTier("standard"), SlaTier("fast", min_tokens_per_second=1.2, weight=16.0))
+MANY = 1000
+PACE_OF_MOST = bytes([round(PACE * MARGIN)])
+
+
+def load(rng: np.random.Generator, num_requests: int, num_waiting: int = 0, tiers: bool = True) -> LoadReport:
+    def row() -> list[float]:
+        return np.cumprod(rng.uniform(0.3, 0.98, 5)).tolist()
+
+    return LoadReport(
+        step=0,
+        survival=encode_survival([row() for _ in range(num_requests)], 5),
+        tiers=bytes(rng.integers(0, 2, num_requests).tolist()) if tiers else bytes(num_requests),
+        num_prefill_tokens=0,
+        context_tokens=100 * num_requests,
+        num_waiting=num_waiting,
+        drafted=True,
+        newcomer=encode_survival([row()], 5),
+        paces=PACE_OF_MOST * num_requests,
+    )
+
+
+def real_speed(report: LoadReport, cost: CostCurve, tier: int) -> float:
+    """The newcomer's own tokens per second after `allocate` with it, ADMIT's ranking included."""
+    joined = replace(
+        report,
+        survival=report.survival + report.newcomer,
+        tiers=report.tiers + bytes([tier]),
+        paces=report.paces + PACE_OF_MOST,
+        context_tokens=report.context_tokens * (len(report.tiers) + 1) // max(len(report.tiers), 1),
+    )
+    [[lease]] = fleet.allocate([Group([joined], cost)], TIERS)
+    survival = survival_levels(joined) / LEVELS
+    running = len(survival)
+    seconds = decode_seconds(cost, running, 0, lease.cap, joined.context_tokens) + (
+        cost.draft_seconds(running) if lease.cap else 0.0
+    )
+    owners = np.frombuffer(joined.tiers, np.uint8)
+    needs = np.array([TIERS[t].min_tokens_per_second for t in owners]) * MARGIN * seconds
+    values = slot_values(survival, needs, np.array([TIERS[t].weight for t in owners]))
+    chosen = np.zeros(values.size, bool)
+    chosen[np.argsort(-values.ravel(), kind="stable")[: lease.cap]] = True
+    return float((1 + survival[-1][chosen.reshape(values.shape)[-1]].sum()) / seconds)
+
+
+@pytest.mark.parametrize("dear", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("num_requests", [0, 1, 4, 16, 40])
+def test_it_is_about_what_allocate_would_give(num_requests: int, dear: float) -> None:
+    cost, errors = curve(dear), []
+    for seed in range(12):
+        report = load(np.random.default_rng(seed), num_requests)
+        [[lease]] = fleet.allocate([Group([report], cost)], TIERS)
+        promised = speeds(report, lease, cost, TIERS, MANY)
+        errors += [promised[tier] / real_speed(report, cost, tier) - 1 for tier in (0, 1)]
+    assert np.median(np.abs(errors)) < 0.12
+    assert np.quantile(np.abs(errors), 0.9) < 0.35
+
+
+def test_more_load_is_slower_and_whoever_waits_counts() -> None:
+    cost, found = curve(0.1), []
+    for num_requests, num_waiting in ((0, 0), (4, 0), (16, 0), (16, 8), (40, 0)):
+        report = load(np.random.default_rng(3), num_requests, num_waiting)
+        [[lease]] = fleet.allocate([Group([report], cost)], TIERS)
+        found.append(speeds(report, lease, cost, TIERS, MANY)[0])
+    assert found == sorted(found, reverse=True)
+    assert len(set(found)) == len(found)
+
+
+def test_a_full_engine_gets_no_fuller() -> None:
+    cost, report = curve(0.1), load(np.random.default_rng(3), 16, num_waiting=50)
+    [[lease]] = fleet.allocate([Group([report], cost)], TIERS)
+    full = speeds(report, lease, cost, TIERS, 16)
+    assert full == speeds(replace(report, num_waiting=0), lease, cost, TIERS, 16)
+    assert full[0] > speeds(report, lease, cost, TIERS, MANY)[0]
+
+
+def test_in_a_lockstep_group_rows_below_the_largest_rank_are_free_and_above_it_dear() -> None:
+    cost = curve(0.1)
+    small, large = (load(np.random.default_rng(s), n) for s, n in ((1, 2), (2, 30)))
+    [[of_small, of_large]] = fleet.allocate([Group([small, large], cost)], TIERS)
+    for report, lease in ((small, of_small), (large, of_large)):
+        found = speeds(report, lease, cost, TIERS, MANY)
+        step = float(cost.step_seconds(lease.padded_tokens, large.context_tokens))
+        assert all(1 / (2 * step) < speed < 6 / step for speed in found), "no faster than steps of the whole group"
+    [[alone]] = fleet.allocate([Group([small], cost)], TIERS)
+    assert speeds(small, alone, cost, TIERS, MANY)[0] > speeds(small, of_small, cost, TIERS, MANY)[0]
+
+
+def test_a_promise_makes_faster_where_drafts_are_short() -> None:
+    cost, report = curve(0.05), load(np.random.default_rng(1), 24)
+    [[lease]] = fleet.allocate([Group([report], cost)], TIERS)
+    standard, fast = speeds(report, lease, cost, TIERS, MANY)
+    assert fast > standard
+
+
+def test_without_tiers_one_number_and_without_a_budget_plain_decoding() -> None:
+    cost, report = curve(0.1), load(np.random.default_rng(5), 8)
+    [plain] = speeds(report, BudgetLease(cap=0), cost, (), MANY)
+    assert plain == pytest.approx(1 / float(cost.step_seconds(9, 900)))
+
+
+def test_the_expected_rate_is_the_one_that_allocate_maximises() -> None:
+    cost, report = curve(0.1), load(np.random.default_rng(5), 12, tiers=False)
+    [[lease]] = fleet.allocate([Group([report], cost)], ())
+    rates = [expected_rate(report, BudgetLease(cap=cap), cost) for cap in range(61)]
+    assert lease.cap == int(np.argmax(rates))
+    assert expected_rate(report, BudgetLease(cap=10**6), cost) == rates[60]

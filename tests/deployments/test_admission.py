@@ -1,0 +1,128 @@
+"""Where requests go: what is promised comes before what is cached, and that before small differences of load."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.messages import Request, SamplingParams
+from deployments import admission
+from deployments.admission import PrefixMemory, ReplicaLoad, Ticket, prompt_key, route
+from deployments.config import SlaTierConfig
+
+SLOW, FAST = 0, 1
+NONE_KNOWN: dict[str, int] = {}
+
+
+def load(name: str, num_requests: int, fast: float | None = None, then: int | None = None) -> ReplicaLoad:
+    """`fast`: the speed of the second tier; None: nothing is known."""
+    speeds = () if fast is None else (0.0, fast)
+    return ReplicaLoad(name, num_requests, speeds, num_requests if then is None else then)
+
+
+def best(loads: list[ReplicaLoad], tier: int = SLOW, speed: float = 0.0, known: dict[str, int] = NONE_KNOWN) -> str:
+    return loads[route(loads, tier, speed, known, key=7).order[0]].name
+
+
+def test_a_promise_goes_where_it_is_kept_whatever_the_load() -> None:
+    loads = [load("idle", 0, 19.0), load("busy", 9, 20.0), load("fuller", 12, 40.0)]
+    assert best(loads, FAST, 20.0) == "busy"
+    assert best(loads) == "idle", "who was promised nothing"
+    assert route(loads, FAST, 20.0, {}, 0).met is True
+
+
+def test_the_unknown_is_better_than_what_fails_and_worse_than_what_keeps() -> None:
+    loads = [load("fails", 0, 5.0), load("new", 3), load("keeps", 9, 25.0)]
+    assert [loads[i].name for i in route(loads, FAST, 20.0, {}, 0).order] == ["keeps", "new", "fails"]
+    hopeless = route(loads[:2], FAST, 20.0, {}, 0)
+    assert (loads[hopeless.order[0]].name, hopeless.met) == ("new", None)
+
+
+def test_where_none_keeps_it_the_fastest_is_next() -> None:
+    loads = [load("a", 0, 5.0), load("b", 9, 15.0)]
+    chosen = route(loads, FAST, 20.0, {}, 0)
+    assert (loads[chosen.order[0]].name, chosen.met) == ("b", False)
+
+
+def test_requests_since_the_news_share_what_there_was() -> None:
+    assert load("a", 3, 40.0, then=3).expected_speed(FAST) == 40.0
+    assert load("a", 7, 40.0, then=3).expected_speed(FAST) == 20.0
+    assert load("a", 1, 40.0, then=3).expected_speed(FAST) == 40.0, "no better than was said"
+    assert load("a", 1).expected_speed(FAST) is None
+    loads = [load("a", 7, 40.0, then=3), load("b", 3, 30.0)]
+    assert best(loads, FAST, 25.0) == "b"
+
+
+def test_a_known_prefix_breaks_near_ties_only() -> None:
+    known = {"a": 32, "b": 256}
+    for ours, theirs, expected in ((8, 8, "b"), (10, 8, "b"), (11, 8, "a"), (1, 0, "b"), (2, 0, "a")):
+        assert best([load("a", theirs), load("b", ours)], known=known) == expected, (ours, theirs)
+    both_keep = [load("a", 0, 30.0), load("b", 1, 30.0)]
+    assert best(both_keep, FAST, 20.0, known) == "b"
+    assert best([load("a", 0, 30.0), load("b", 0, 10.0)], FAST, 20.0, known) == "a", "the promise comes first"
+
+
+def test_new_prompts_spread_and_equal_ones_meet() -> None:
+    loads = [load(name, 4) for name in "abcd"]
+
+    def place(key: int) -> str:
+        return loads[route(loads, SLOW, 0.0, {}, key).order[0]].name
+
+    assert {place(key) for key in range(64)} == set("abcd")
+    mirrored = list(reversed(loads))
+    assert all(mirrored[route(mirrored, SLOW, 0.0, {}, key).order[0]].name == place(key) for key in range(64))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.none() | st.floats(0, 100)), min_size=1), st.floats(0, 100))
+def test_every_replica_is_an_option_once(known: list[tuple[int, float | None]], speed: float) -> None:
+    loads = [load(f"r{i}", num, fast) for i, (num, fast) in enumerate(known)]
+    chosen = route(loads, FAST, speed, {}, 3)
+    assert sorted(chosen.order) == list(range(len(loads)))
+    first = loads[chosen.order[0]].expected_speed(FAST)
+    assert (chosen.met is True) == (not speed or (first is not None and first >= speed))
+
+
+def test_prefixes_are_remembered_by_their_longest() -> None:
+    memory = PrefixMemory()
+    prompt = tuple(range(100))
+    assert memory.known(prompt) == {}
+    memory.served(prompt, "a")
+    assert memory.known(prompt) == {"a": 64}
+    longer = (*prompt, *range(200))
+    memory.served(longer, "b")
+    assert memory.known(longer) == {"b": 256}
+    assert memory.known(prompt[:40]) == {"b": 32}, "who served it last"
+    assert memory.known((5, *prompt)) == memory.known(prompt[:31]) == {}
+
+
+def test_memory_is_bounded(monkeypatch: object) -> None:
+    monkeypatch.setattr(admission, "MAX_PREFIXES", 10)  # type: ignore[attr-defined]
+    memory = PrefixMemory()
+    for i in range(50):
+        memory.served((i, *range(31)), "a")
+    assert memory.known((49, *range(31))) and memory.known((40, *range(31)))
+    assert not memory.known((39, *range(31)))
+
+
+def test_prompts_that_begin_alike_have_one_key_in_every_process() -> None:
+    assert prompt_key(tuple(range(100))) == prompt_key((*range(32), 5)) == 2_874_266_022
+    assert prompt_key((1, 2)) != prompt_key((2, 1))
+
+
+def ticket(when_unmet: str, wait_until: float = 0.0, must_serve: bool = False) -> Ticket:
+    tier = SlaTierConfig.model_validate({"name": "t", "min_tokens_per_second": 1, "when_unmet": when_unmet})
+    request = Request(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1))
+    return Ticket(request, tier, wait_until, must_serve, lambda outcome: None)
+
+
+def test_only_a_promise_known_to_fail_is_held_back_or_refused() -> None:
+    for met, holds, sheds in ((True, False, False), (None, False, False), (False, True, True)):
+        assert ticket("shed", wait_until=5.0).holds(met, now=4.0) is holds
+        assert ticket("shed").sheds(met) is sheds
+    assert not ticket("shed", wait_until=5.0).holds(False, now=5.0)
+    assert not ticket("serve").sheds(False)
+
+
+def test_who_had_a_place_is_neither_held_back_nor_refused() -> None:
+    moving = ticket("shed", wait_until=5.0, must_serve=True)
+    assert not moving.holds(False, now=4.0) and not moving.sheds(False)

@@ -1,0 +1,167 @@
+"""The fleet's scheduler beside real replicas: it leases, dies, comes back, and no request notices."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import ray
+from conftest import Server, actor_processes, application, eventually
+from ray import serve
+from tiny_models import TinyModel, keep_curve, tiny_llama
+
+from cluster.messages import SchedulerMode
+from ops.explain import table
+
+pytestmark = pytest.mark.server
+
+MODEL = "tiny"
+NUM_TOKENS = 300
+NUM_REQUESTS = 8
+
+
+def args(model: TinyModel, num_replicas: int, curve: Path, **engine_kwargs: Any) -> dict[str, Any]:
+    return {
+        "model_loading_config": {"model_id": MODEL, "model_source": str(model.folder)},
+        "engine_kwargs": {
+            "drafter_source": str(model.drafter_folder),
+            "dtype": "float32",
+            "num_threads": 1,
+            "max_model_len": 512,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 128,
+            "num_kv_blocks": 512,
+            "cost_curve_path": str(curve),
+            **engine_kwargs,
+        },
+        "deployment_config": {"num_replicas": num_replicas, "graceful_shutdown_timeout_s": 1.0},
+        "http_config": {"submit_timeout_s": 200},
+    }
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> TinyModel:
+    return tiny_llama(tmp_path_factory.mktemp("llama"), model_folder)
+
+
+@pytest.fixture(scope="module")
+def pair(serve_port: int, llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two replicas and their scheduler."""
+    curve = tmp_path_factory.mktemp("curve") / "curve.json"
+    settings = args(llama, 2, curve)
+    keep_curve(curve, settings)
+    with application(serve_port, "fleet", "/fleet", settings) as running:
+        yield running
+
+
+def scheduler_processes() -> list[psutil.Process]:
+    return actor_processes("ConfidenceScheduler")
+
+
+def steps(server: Server, mode: SchedulerMode) -> float:
+    return server.metric("dspark_steps_total", mode=mode)
+
+
+async def ask(client: Any, number: int) -> int:
+    """Completion tokens of one request."""
+    answer = await client.completions.create(
+        model=MODEL,
+        prompt=[11 + number, 5, 900 + number, 42],
+        max_tokens=NUM_TOKENS,
+        extra_body={"ignore_eos": True},
+        **({"temperature": 0} if number % 2 else {"temperature": 1.0}),
+    )
+    return int(answer.usage.completion_tokens)
+
+
+async def load(server: Server, times: int = 1) -> list[int]:
+    async with server.async_openai() as client:
+        return [n for _ in range(times) for n in await asyncio.gather(*(ask(client, i) for i in range(NUM_REQUESTS)))]
+
+
+def leased(server: Server) -> bool:
+    """Whether the fleet's leases decide steps, under load."""
+    before = steps(server, "lease")
+    assert asyncio.run(load(server)) == [NUM_TOKENS] * NUM_REQUESTS
+    eventually(lambda: server.metric("dspark_requests_running") == 0, "what was counted has been pushed")
+    return steps(server, "lease") > before
+
+
+def test_leases_decide_and_the_scheduler_counts(pair: Server) -> None:
+    eventually(lambda: leased(pair), "leases decide steps")
+    eventually(lambda: pair.metric("dspark_scheduler_engines") == 2, "the scheduler knows both engines")
+    assert pair.metric("dspark_scheduler_leases_total") > 0
+    assert pair.metric("dspark_lease_age_seconds_count") >= steps(pair, "lease")
+    answer = httpx.get(f"{pair.url}/v1/dspark/scheduler", timeout=30)
+    assert answer.status_code == 200
+    engines = answer.json()["engines"]
+    assert [engine["replica"] for engine in engines] == ["0", "1"]
+    assert all(engine["speeds"] and engine["epoch"] > 0 for engine in engines)
+    assert "2 engines" in table(answer.json())
+
+
+def test_killed_again_and_again_under_load_no_request_fails(pair: Server) -> None:
+    async def killing(until: asyncio.Task[list[int]]) -> int:
+        kills = 0
+        while not until.done():
+            for process in scheduler_processes():
+                process.send_signal(signal.SIGKILL)
+                kills += 1
+            await asyncio.sleep(1.0)
+        return kills
+
+    async def both() -> tuple[list[int], int]:
+        work = asyncio.create_task(load(pair, times=12))
+        kills = await killing(work)
+        return await work, kills
+
+    replicas = {process.pid for process in actor_processes("EngineActor")}
+    local = steps(pair, "local")
+    counts, kills = asyncio.run(both())
+    assert counts == [NUM_TOKENS] * len(counts)
+    assert kills > 0
+    eventually(lambda: steps(pair, "local") > local, "engines decided for themselves")
+    eventually(lambda: bool(scheduler_processes()), "Serve made another scheduler")
+    eventually(lambda: leased(pair), "its leases decide steps")
+    assert {process.pid for process in actor_processes("EngineActor")} == replicas, "no engine was touched"
+
+
+def test_a_frozen_scheduler_holds_nobody_up(pair: Server) -> None:
+    eventually(lambda: bool(scheduler_processes()), "there is a scheduler")
+    [process] = scheduler_processes()
+    process.suspend()
+    try:
+        local = steps(pair, "local")
+        assert asyncio.run(load(pair, times=3)) == [NUM_TOKENS] * NUM_REQUESTS * 3
+        eventually(lambda: steps(pair, "local") > local, "engines decide for themselves")
+        assert pair.healthy()
+    finally:
+        process.resume()
+    eventually(lambda: leased(pair), "leases decide steps again")
+
+
+def test_a_replica_leaves_and_another_joins(pair: Server) -> None:
+    victim = actor_processes("EngineActor")[0]
+    victim.send_signal(signal.SIGKILL)
+    eventually(lambda: len(actor_processes("EngineActor")) == 2 and not victim.is_running(), "the replica is replaced")
+    eventually(lambda: pair.metric("dspark_scheduler_engines") == 2, "the lost one is forgotten, the new one known")
+    eventually(lambda: leased(pair), "leases decide steps")
+
+
+def test_the_controller_may_die_too(pair: Server) -> None:
+    [scheduler] = scheduler_processes()
+    controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    ray.kill(controller, no_restart=False)
+    assert asyncio.run(load(pair)) == [NUM_TOKENS] * NUM_REQUESTS
+    eventually(lambda: serve.status().applications["fleet"].status == "RUNNING", "Serve is back")
+    assert scheduler.is_running(), "it is adopted, not replaced"
+    eventually(lambda: leased(pair), "leases decide steps")
+    scheduler.kill()
+    eventually(lambda: bool(scheduler_processes()), "the new controller looks after it")
+    eventually(lambda: leased(pair), "leases decide steps")

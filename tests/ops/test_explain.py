@@ -1,0 +1,97 @@
+"""The table of `python -m ops.explain`, from what the scheduler really says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+
+from cluster.accounts import Binding, account
+from cluster.budget import encode_survival
+from cluster.messages import BudgetLease, LoadReport, SlaTier
+from cluster.roster import Experience, Member, Roster
+from cluster.sps import CostCurve, DraftSample, Provenance, VerifySample
+from ops.explain import table
+
+HERE = Provenance(model="tiny", dtype="float32", device="test", num_threads=1, versions="none", date="2026-01-01")
+TIERS = (SlaTier("standard"), SlaTier("fast", min_tokens_per_second=0.7, weight=20.0))
+
+
+def curve(dear: float) -> CostCurve:
+    samples = [VerifySample(n, 100, 1 + n * dear) for n in (1, 2, 4, 8, 16, 32, 64, 128)]
+    return CostCurve.fit(samples, [DraftSample(1, 1e-3), DraftSample(32, 1e-3)], HERE)
+
+
+def member(name: str, dear: float = 0.1, group: str = "", rank: int = 0, tiers: tuple[SlaTier, ...] = ()) -> Member:
+    return Member(
+        engine=name,
+        replica=name,
+        group=group,
+        rank=rank,
+        group_size=2 if group else 1,
+        max_num_seqs=32,
+        tiers=tiers,
+        curve=curve(dear),
+    )
+
+
+def load(num_requests: int, num_slots: int = 4, most: int = 999) -> LoadReport:
+    row = [0.7**k for k in range(1, num_slots + 1)]
+    return LoadReport(
+        step=1,
+        survival=encode_survival([row] * num_requests, 4),
+        tiers=bytes(num_requests),
+        num_prefill_tokens=0,
+        context_tokens=0,
+        num_waiting=2,
+        drafted=True,
+        newcomer=encode_survival([[0.7] * 4], 4),
+        max_draft_tokens=most,
+    )
+
+
+@pytest.mark.parametrize(
+    ("who", "report", "expected"),
+    [
+        (member("a"), load(0), "idle"),
+        (member("a"), load(3, num_slots=0), "prompts"),
+        (member("a", dear=1e-3), load(3), "load"),
+        (member("a", dear=1e-3), load(8, most=9), "rows"),
+        (member("a"), load(8), "cost"),
+        (member("a", tiers=TIERS), replace(load(8), tiers=bytes([0, 1] * 4)), "promises"),
+        (member("a", tiers=TIERS), load(8), "cost"),
+        (member("a", group="gang"), load(8), "alone"),
+    ],
+)
+def test_what_binds(who: Member, report: LoadReport, expected: Binding) -> None:
+    roster = Roster()
+    roster.introduce(who, 0.0)
+    roster.note("a", report, Experience("lease", 30, 10.0), 0.0)
+    roster.allocate()
+    [engine] = account(roster, 0.5, 60.0).engines
+    assert engine.binding == expected
+    assert engine.report_age_seconds == 0.5
+    assert engine.measured_tokens_per_second == 3.0
+    assert (engine.cap is None) == (expected == "alone")
+
+
+def test_the_table_has_a_line_for_each_engine_and_says_why() -> None:
+    roster = Roster()
+    for rank, (name, count) in enumerate((("0", 3), ("1", 9))):
+        roster.introduce(member(name, group="gang", rank=rank), 0.0)
+        roster.note(name, load(count), Experience("lease", 30, 10.0), 0.0)
+    roster.introduce(replace(member("2"), tiers=TIERS), 0.0)
+    roster.note("2", load(5), Experience("local"), 0.0)
+    roster.allocate()
+    told = json.loads(json.dumps(asdict(account(roster, 0.2, 61.0))))
+    lines = table(told).splitlines()
+    assert [line.split()[0] for line in lines[2:5]] == ["0", "1", "2"]
+    assert ["load" in lines[2], "group" in lines[3], "cost" in lines[4]] == [True, True, True]
+    leases = [roster.lease(name) for name in ("0", "1")]
+    assert all(isinstance(lease, BudgetLease) and f"of {lease.padded_tokens} rows" in lines[2] for lease in leases)
+    assert "3 engines, a scheduler of 61 s" in lines
+    for engine in told["engines"]:
+        assert np.isfinite(engine["predicted_tokens_per_second"])
+        assert engine["predicted_tokens_per_second"] >= engine["predicted_plain_tokens_per_second"] > 0
