@@ -126,7 +126,7 @@ async def load_while_killing(server: Server, kills: int) -> list[int]:
 
     async def kill() -> None:
         left = kills
-        while left:
+        while left > 0:
             for process in scheduler_processes():
                 process.send_signal(signal.SIGKILL)
                 left -= 1
