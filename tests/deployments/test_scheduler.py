@@ -44,7 +44,11 @@ def args(model: TinyModel, num_replicas: int, curve: Path, **engine_kwargs: Any)
             "cost_curve_path": str(curve),
             **engine_kwargs,
         },
-        "deployment_config": {"num_replicas": num_replicas, "graceful_shutdown_timeout_s": 1.0},
+        "deployment_config": {
+            "num_replicas": num_replicas,
+            "graceful_shutdown_timeout_s": 1.0,
+            "health_check_timeout_s": 30.0,  # a busy machine is no dead engine: here the scheduler dies and nobody else
+        },
         "http_config": {"submit_timeout_s": 200},
     }
 
