@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from cluster.messages import FinishReason, SchedulerMode, StepResult, VerifyRound
+from cluster.messages import FinishReason, SchedulerMode, StepResult, VerificationMode, VerifyRound
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -28,6 +28,8 @@ ACCEPTED_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17)
 RATIO_BUCKETS = (0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0)
 TPOT_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
+UNKNOWN = float("nan")
+"""A gauge that nothing was measured for yet: 0 would be a claim."""
 LATENCY_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
@@ -46,6 +48,9 @@ class EngineMetrics:
         for position in range(block_size):
             for counter in (self._proposed, self._verified, self._accepted):
                 counter.labels(str(position))
+            self._temperature.labels(str(position)).set(UNKNOWN)
+            for verification in get_args(VerificationMode):
+                self._calibration_error.labels(verification, str(position)).set(UNKNOWN)
 
     def _build_speculation(self, registry: CollectorRegistry) -> None:
         self._accepted_length = Histogram(
