@@ -94,8 +94,8 @@ MTP_SURVIVAL = 0.85
 MTP_DRAFT_SHARE = 1 / 3
 """One draft layer instead of three."""
 PAPER = {
-    "v4_flash_tp4_b300": (80.0, 0.51, (0.60, 0.85), (32, 64, 96, 128, 192, 256)),
-    "v4_pro_tp8_b300": (35.0, 0.52, (0.57, 0.78), (32, 64, 96, 128, 192, 256)),
+    "v4_flash_tp4_b300": (80.0, 0.51, (0.60, 0.85), (32, 64, 96, 128, 192, 256, 384)),
+    "v4_pro_tp8_b300": (35.0, 0.52, (0.57, 0.78), (32, 64, 96, 128, 192, 256, 384, 512)),
 }
 """Speed of the moderate SLA, gain in throughput there, gains per user at matched throughput (paper section 5.4)."""
 
