@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from cluster.messages import FinishReason, SchedulerMode, StepResult, VerifyRound
+from cluster.messages import FinishReason, SchedulerMode, StepResult, VerificationMode, VerifyRound
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -31,6 +31,8 @@ TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 3.0, 5.0, 
 TPOT_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
 LEASE_AGE_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
 ALLOCATE_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+UNKNOWN = float("nan")
+"""A gauge that nothing was measured for yet: 0 would be a claim."""
 LATENCY_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
@@ -49,6 +51,9 @@ class EngineMetrics:
         for position in range(block_size):
             for counter in (self._proposed, self._verified, self._accepted):
                 counter.labels(str(position))
+            self._temperature.labels(str(position)).set(UNKNOWN)
+            for verification in get_args(VerificationMode):
+                self._calibration_error.labels(verification, str(position)).set(UNKNOWN)
 
     def _build_speculation(self, registry: CollectorRegistry) -> None:
         self._accepted_length = Histogram(
