@@ -234,7 +234,7 @@ class EngineActor:
         self._replica = replica
         if self._line is not None:
             self._line.connect(scheduler)
-            if self._reporting is None:
+            if self._reporting is None or self._reporting.done():  # it ends only by a bug, which must not end advice
                 self._reporting = asyncio.create_task(self._line.run())
 
     async def metrics_text(self) -> str:

@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from cluster.messages import FinishReason, SchedulerMode, StepResult, VerifyRound
+from cluster.messages import FinishReason, SchedulerMode, StepResult, VerificationMode, VerifyRound
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 DEFAULT_TIER = "default"
@@ -42,6 +42,8 @@ EXPERT_LOAD_CHOICES = 16384
 """So often must experts of a layer be chosen before its balance is judged anew: few choices are uneven by chance."""
 LEASE_AGE_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
 ALLOCATE_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+UNKNOWN = float("nan")
+"""A gauge that nothing was measured for yet: 0 would be a claim."""
 LATENCY_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
@@ -74,6 +76,9 @@ class EngineMetrics:
             for counter in (self._proposed, self._verified, self._accepted):
                 for tier in tiers:
                     counter.labels(str(position), tier)
+            self._temperature.labels(str(position)).set(UNKNOWN)
+            for verification in get_args(VerificationMode):
+                self._calibration_error.labels(verification, str(position)).set(UNKNOWN)
 
     def _build_speculation(self, registry: CollectorRegistry) -> None:
         self._accepted_length = Histogram(

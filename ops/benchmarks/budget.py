@@ -62,11 +62,30 @@ def measure(num_replicas: int, num_requests: int, num_slots: int, repeats: int) 
     speed = 0.8 / float(curve.step_seconds(num_requests, 0))
     fast = SlaTier("fast", 2 * speed, weight=16.0)
     some, all_ = (SlaTier("standard"), fast), (SlaTier("slow", speed, weight=16.0), fast)
+    decided = {tiers: allocate(alone, tiers) for tiers in (some, all_)}
+    newer = [random_report(generator, num_requests, num_slots) for _ in range(num_replicas)]
+
+    def standing(tiers: tuple[SlaTier, ...]) -> list[Group]:
+        """The usual case: other requests, the same load."""
+        return [Group([report], curve, leases) for report, leases in zip(newer, decided[tiers], strict=True)]
+
     actions: list[tuple[str, str, Callable[[], object], float | None]] = [
         ("allocate, engines alone", size, lambda: allocate(alone), ALLOCATE_GOAL_MS),
         (f"allocate, lockstep groups of {ranks}", size, lambda: allocate(lockstep), ALLOCATE_GOAL_MS),
         ("allocate, a fifth has a promise", size, lambda: allocate(alone, some), ALLOCATE_GOAL_MS),
         ("allocate, all have promises", size, lambda: allocate(alone, all_), ALLOCATE_GOAL_MS),
+        (
+            "allocate, a fifth has a promise, with last leases",
+            size,
+            lambda: allocate(standing(some), some),
+            ALLOCATE_GOAL_MS,
+        ),
+        (
+            "allocate, all have promises, with last leases",
+            size,
+            lambda: allocate(standing(all_), all_),
+            ALLOCATE_GOAL_MS,
+        ),
         ("allocate, one engine", f"1 x {num_requests} x {num_slots}", lambda: allocate(alone[:1]), None),
     ]
     survival = generator.uniform(0.3, 1.0, (num_requests, num_slots)).cumprod(axis=1).tolist()

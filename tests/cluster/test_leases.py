@@ -110,18 +110,23 @@ def test_a_lease_is_used_two_steps_on_and_until_it_ends(tiny: tuple[Path, Any]) 
     assert (result.mode, result.lease_age_seconds) == ("local", None), "at once, not at the next search"
 
 
-def test_a_lease_from_a_report_of_the_last_step_waits(tiny: tuple[Path, Any]) -> None:
+@pytest.mark.parametrize("data_parallel_size", [1, 2])
+def test_a_lease_from_a_report_of_the_last_step_waits(tiny: tuple[Path, Any], data_parallel_size: int) -> None:
     """The engine asks after every step and is answered at once: what it uses is still two steps old."""
-    engine, _ = scheduled(tiny[0], curve(0.1))
+    engine, _ = scheduled(tiny[0], curve(0.1), data_parallel_size=data_parallel_size)
     running(engine)
     used = []
-    for _ in range(12):
+    for _ in range(14):
         result = engine.step()
         used.append((result.step, result.cap, result.mode))
-        engine.offer(BudgetLease(cap=100 + result.step), result.report, asked_seconds=0.0)
-    leased = [(step, cap - 100) for step, cap, mode in used if mode == "lease"]
+        assert 0 < result.step < 32, "so many drafts fit, so the cap names the step whose report was answered"
+        rows = 8 + result.step if data_parallel_size > 1 else 0
+        engine.offer(BudgetLease(cap=result.step, padded_tokens=rows), result.report, asked_seconds=0.0)
+    leased = [(step, cap) for step, cap, mode in used if mode == "lease"]
     assert len(leased) > 4
     assert all(answered <= step - 2 for step, answered in leased)
+    if data_parallel_size > 1:
+        assert all(answered == step - 2 for step, answered in leased), "ranks follow at once, and together"
 
 
 def test_a_lease_for_other_requests_is_none(tiny: tuple[Path, Any]) -> None:

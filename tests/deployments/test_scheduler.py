@@ -22,7 +22,7 @@ from ops.explain import table
 pytestmark = pytest.mark.server
 
 MODEL = "tiny"
-NUM_TOKENS = 300
+NUM_TOKENS = 200
 NUM_REQUESTS = 8
 
 
@@ -40,7 +40,11 @@ def args(model: TinyModel, num_replicas: int, curve: Path, **engine_kwargs: Any)
             "cost_curve_path": str(curve),
             **engine_kwargs,
         },
-        "deployment_config": {"num_replicas": num_replicas, "graceful_shutdown_timeout_s": 1.0},
+        "deployment_config": {
+            "num_replicas": num_replicas,
+            "graceful_shutdown_timeout_s": 1.0,
+            "health_check_timeout_s": 30.0,  # a busy machine is no dead engine: here the scheduler dies and nobody else
+        },
         "http_config": {"submit_timeout_s": 200},
     }
 
@@ -106,29 +110,32 @@ def test_leases_decide_and_the_scheduler_counts(pair: Server) -> None:
     assert "2 engines" in table(answer.json())
 
 
-def test_killed_again_and_again_under_load_no_request_fails(pair: Server) -> None:
-    async def killing(until: asyncio.Task[list[int]]) -> int:
-        kills = 0
-        while not until.done():
+async def load_while_killing(server: Server, kills: int) -> list[int]:
+    """Load, until the scheduler's process was killed so often; it is looked for every second."""
+    done = asyncio.Event()
+
+    async def kill() -> None:
+        left = kills
+        while left > 0:
             for process in scheduler_processes():
                 process.send_signal(signal.SIGKILL)
-                kills += 1
+                left -= 1
             await asyncio.sleep(1.0)
-        return kills
+        done.set()
 
-    async def both() -> tuple[list[int], int]:
-        work = asyncio.create_task(load(pair, times=12))
-        kills = await killing(work)
-        return await work, kills
+    killer, counts = asyncio.create_task(kill()), []
+    while not done.is_set():
+        counts += await load(server)
+    await killer
+    return counts
 
+
+def test_killed_again_and_again_under_load_no_request_fails(pair: Server) -> None:
     replicas = {process.pid for process in actor_processes("EngineActor")}
     local = steps(pair, "local")
-    counts, kills = asyncio.run(both())
-    assert counts == [NUM_TOKENS] * len(counts)
-    assert kills > 0
+    assert set(asyncio.run(load_while_killing(pair, kills=3))) == {NUM_TOKENS}
     eventually(lambda: steps(pair, "local") > local, "engines decided for themselves")
-    eventually(lambda: bool(scheduler_processes()), "Serve made another scheduler")
-    eventually(lambda: leased(pair), "its leases decide steps")
+    eventually(lambda: leased(pair), "another scheduler's leases decide steps")
     assert {process.pid for process in actor_processes("EngineActor")} == replicas, "no engine was touched"
 
 
@@ -138,7 +145,7 @@ def test_a_frozen_scheduler_holds_nobody_up(pair: Server) -> None:
     process.suspend()
     try:
         local = steps(pair, "local")
-        assert asyncio.run(load(pair, times=3)) == [NUM_TOKENS] * NUM_REQUESTS * 3
+        assert asyncio.run(load(pair, times=2)) == [NUM_TOKENS] * NUM_REQUESTS * 2
         eventually(lambda: steps(pair, "local") > local, "engines decide for themselves")
         assert pair.healthy()
     finally:
