@@ -2,7 +2,7 @@
 
 Three groups: what an engine knows (EngineMetrics, from StepResults), what only the HTTP side knows (ServiceMetrics,
 times as a client feels them), and what the fleet's scheduler does (SchedulerMetrics). Each process fills a registry of
-its own; `merge` joins their texts into one scrape.
+its own; exposition.py joins their texts into one scrape.
 
 Accepted length = 1 + the sum over positions of accepted / rounds: both are derived from the same VerifyRounds, so they
 can't disagree. Position 0 is the first draft token.
@@ -10,18 +10,13 @@ can't disagree. Position 0 is the first draft token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
 
 from cluster.messages import FinishReason, SchedulerMode, StepResult, VerificationMode, VerifyRound
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 DEFAULT_TIER = "default"
 """The tier of every request where none are configured."""
 
@@ -363,39 +358,6 @@ class SchedulerMetrics:
     def text(self) -> str:
         """The exposition text of this registry."""
         return generate_latest(self.registry).decode()
-
-
-@dataclass(frozen=True, slots=True)
-class Exposition:
-    """One process's exposition text and who it is."""
-
-    replica: str
-    rank: int
-    text: str
-
-
-def merge(expositions: Iterable[Exposition], model: str) -> str:
-    """One text for one scrape: every sample gets `model`, `replica` and `rank`, every family its HELP and TYPE once."""
-    families: dict[str, Metric] = {}
-    for exposition in expositions:
-        labels = {"model": model, "replica": exposition.replica, "rank": str(exposition.rank)}
-        for family in text_string_to_metric_families(exposition.text):
-            if family.name.endswith("_created"):  # the client library's birth times: noise in a scrape
-                continue
-            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            merged.samples += [Sample(s.name, {**labels, **s.labels}, s.value) for s in family.samples]
-    return generate_latest(_Families(families.values())).decode()
-
-
-class _Families(CollectorRegistry):
-    """Families that are already collected."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        super().__init__()
-        self._families = tuple(families)
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
 
 
 def _counter(registry: CollectorRegistry, name: str, documentation: str, *labels: str) -> Counter:

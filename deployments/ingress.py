@@ -28,9 +28,10 @@ from ray.serve.exceptions import RayServeException
 from starlette.exceptions import HTTPException
 
 from cluster.accounts import FleetAccount
+from cluster.exposition import CONTENT_TYPE, Exposition
 from cluster.messages import DSparkError, EngineDeadError, InvalidRequestError, QueueFullError, TierUnmetError
 from cluster.messages import Request as EngineRequest
-from cluster.metrics import CONTENT_TYPE, Exposition, ServiceMetrics, ShedReason
+from cluster.metrics import ServiceMetrics, ShedReason
 from deployments.admission import Ticket
 from deployments.config import ApiKeysConfig, LLMConfig
 from deployments.generation import Generation, Streams

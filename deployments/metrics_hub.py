@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.metrics import Exposition, merge
+from cluster.exposition import Exposition, merge
 
 PUSH_PERIOD_SECONDS = 1.0
 EXPIRES_AFTER_SECONDS = 5.0

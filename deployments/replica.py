@@ -16,9 +16,9 @@ from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from cluster.accounts import FleetAccount
+from cluster.exposition import Exposition
 from cluster.group import Place, start_engine
 from cluster.messages import EngineDeadError, EngineHealth, Request, TokenEvent
-from cluster.metrics import Exposition
 from deployments.config import LLMConfig
 from deployments.metrics_hub import PUSH_PERIOD_SECONDS
 from deployments.migration import Events

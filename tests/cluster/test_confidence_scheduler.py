@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import ray
 import torch
+from processes import eventually
 from prometheus_client.parser import text_string_to_metric_families
-from test_group import cluster, config  # noqa: F401
+from ray_engines import local_ray, make_config
 from tiny_engine import dspark_drafter, greedy_truth, request
 
 from cluster.accounts import FleetAccount
@@ -29,19 +30,18 @@ pytestmark = pytest.mark.dist
 MAX_TOKENS = 100
 
 
-def eventually(condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.1)
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with local_ray():
+        yield
 
 
 @pytest.fixture
-def gang(cluster: None, tiny: tuple[Path, Any], tmp_path: Path) -> Iterator[list[Any]]:  # noqa: F811
+def gang(cluster: None, tiny: tuple[Path, Any], tmp_path: Path) -> Iterator[list[Any]]:
     """Two engines in lockstep, to whom drafts are dear: a curve of such long times is corrected evenly by real ones."""
     save_checkpoint(dspark_drafter(tiny[1], 96), tmp_path / "drafter", torch.float32)
     curve_path = tmp_path / "curve.json"
-    settings = config(
+    settings = make_config(
         tiny[0],
         drafter_source=str(tmp_path / "drafter"),
         data_parallel_size=2,

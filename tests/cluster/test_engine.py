@@ -100,7 +100,7 @@ def test_draft_context_is_the_features_of_committed_tokens(tiny, truth, draft_ev
     drafter = random_drafter(VOCAB)
     engine = make_engine(folder, drafter, num_kv_blocks=40, max_model_len=64, max_num_batched_tokens=24)
     steps = itertools.count()
-    engine._scheduler.lease = lambda _: (UNLIMITED if next(steps) % draft_every == 0 else PLAIN, "fixed")
+    engine._scheduler.lease = lambda *_: (UNLIMITED if next(steps) % draft_every == 0 else PLAIN, "fixed")
     outputs = run_greedy(engine, truth, 8)
     assert sum(step.num_preempted for step in outputs.steps) > 0
     sequences = [torch.tensor([[*prompt, *tokens]]) for prompt, tokens in truth.items()]

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.exposition import Exposition, merge
 from cluster.messages import LoadReport, StepPrediction, StepResult, TokenEvent, VerifyRound
-from cluster.metrics import EXPERT_LOAD_CHOICES, EngineMetrics, Exposition, ServiceMetrics, merge
+from cluster.metrics import EXPERT_LOAD_CHOICES, EngineMetrics, ServiceMetrics
 from ops.metrics_reference import reference
 
 REPORT = LoadReport(step=0, num_prefill_tokens=0, context_tokens=0, num_waiting=3, drafted=True)

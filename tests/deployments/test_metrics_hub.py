@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from cluster.metrics import Exposition, ServiceMetrics
+from cluster.exposition import Exposition
+from cluster.metrics import ServiceMetrics
 from deployments.metrics_hub import EXPIRES_AFTER_SECONDS, MetricsHub
 
 
