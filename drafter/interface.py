@@ -59,8 +59,14 @@ class Drafter(Protocol):
         """[V] int64: the target id of each draft id, strictly increasing."""
         ...
 
-    def project_context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Target features [N, K*D] at absolute positions [N] -> context keys and values, each [L, N, H, C]."""
+    def project_context(
+        self, features: Tensor, positions: Tensor, next_tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Target features [N, K*D] at absolute positions [N] -> context keys and values, each [L, N, H, C].
+
+        next_tokens [N] int64: the committed token behind each row. Parallel blocks don't read them; drafters that do
+        refuse to go without.
+        """
         ...
 
     def propose(

@@ -13,16 +13,10 @@ from drafter.checkpoint import save_checkpoint
 from drafter.config import TrainConfig
 from drafter.data import Response
 from drafter.dspark import DSpark
+from drafter.initial import adapted_drafter, initial_drafter
 from drafter.supervision import FeatureMemory, batch_loss, choose_anchors
 from drafter.target import Target
-from drafter.train import (
-    Trainer,
-    adapted_drafter,
-    add_arguments,
-    check_arguments,
-    initial_drafter,
-    learning_rate_factor,
-)
+from drafter.train import Trainer, add_arguments, check_arguments, learning_rate_factor
 from tests.drafter.conftest import VOCABULARY, drafter_config, random_drafter
 
 
