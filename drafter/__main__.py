@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from drafter import calibration, evaluate, inspection, synthesize, train
+from drafter import calibration, evaluate, experiment, inspection, synthesize, train
 
 COMMANDS = {
     "synthesize": (synthesize, "let the target write training data"),
     "train": (train, "fit a drafter to the target on its own responses"),
     "calibrate": (calibration, "fit the confidence's temperatures (STS) on held-out prompts"),
     "evaluate": (evaluate, "accepted length, acceptance by position, calibration error"),
+    "experiment": (experiment, "the paper's tables and figures: train what is missing, measure, plot"),
     "inspect": (inspection, "show what a checkpoint holds"),
 }
 

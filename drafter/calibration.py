@@ -51,6 +51,17 @@ def expected_calibration_error(predicted: Tensor, happened: Tensor) -> float:
     return float(gap.abs().sum() / len(predicted))
 
 
+def reliability(predicted: Tensor, happened: Tensor) -> list[tuple[float, float, int]]:
+    """(mean prediction, frequency, number) of each of the 20 bins that holds something. Both [N]."""
+    bins = (predicted * _NUM_BINS).long().clamp(0, _NUM_BINS - 1)
+    chosen = [bins == number for number in range(_NUM_BINS)]
+    return [
+        (float(predicted[rows].double().mean()), float(happened[rows].double().mean()), int(rows.sum()))
+        for rows in chosen
+        if rows.any()
+    ]
+
+
 def auroc(predicted: Tensor, happened: Tensor) -> float:
     """P(a random success was given more confidence than a random failure), ties counted half. NaN for one class."""
     positives, negatives = int(happened.sum()), int((~happened).sum())

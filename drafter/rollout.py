@@ -74,9 +74,15 @@ class Rollout:
     """Decodes conversations at one temperature with every draft verified."""
 
     def __init__(
-        self, target: Target, drafter: Drafter, temperature: float, max_new_tokens: int, keep_inputs: bool = False
+        self,
+        target: Target,
+        drafter: Drafter,
+        temperature: float,
+        max_new_tokens: int,
+        keep_inputs: bool = False,
+        seed: int | None = None,
     ) -> None:
-        """keep_inputs: record what the confidence head sees, too."""
+        """keep_inputs: record what the confidence head sees, too. seed: None takes a new one."""
         self._sts_temperatures = torch.ones(drafter.block_size)
         if isinstance(drafter, DSpark):
             self._sts_temperatures = drafter.sts_temperatures
@@ -85,7 +91,7 @@ class Rollout:
         self._temperature = temperature
         self._max_new_tokens = max_new_tokens
         self._rows_per_round = 1 + drafter.block_size
-        self._seed = secrets.randbits(62)
+        self._seed = secrets.randbits(62) if seed is None else seed
         self._step = 0
         self._record: list[tuple[Tensor, ...]] = []
         self._inputs = torch.empty(0)
@@ -236,15 +242,23 @@ def _next_tokens(tokens: Tensor, ends: Tensor, last: Tensor) -> Tensor:
     return behind
 
 
-def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `evaluate` and `calibrate` have in common."""
+def add_rollout_arguments(
+    parser: argparse.ArgumentParser, limit: int | None = None, max_new_tokens: int = 256, batch_size: int = 32
+) -> None:
+    """What `evaluate`, `calibrate` and `experiment` have in common; the other arguments are defaults."""
     parser.add_argument("--target", required=True, help="folder, hub id, or pypi:<package>==<version>")
     parser.add_argument("--prompts", required=True, type=Path, nargs="+", help="JSONL files; each is a data set")
     parser.add_argument("--exclude", type=Path, help="response file: prompts that were trained on are left out")
-    parser.add_argument("--limit", type=int, help="prompts of each file, domains mixed (default: all)")
+    parser.add_argument(
+        "--limit", type=int, default=limit, help=f"prompts of each file, domains mixed (default: {limit or 'all'})"
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the most likely token (default: 1)")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer (default: 256)")
-    parser.add_argument("--batch-size", type=int, default=32, help="conversations at a time (default: 32)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=max_new_tokens, help="longest answer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=batch_size, help="conversations at a time (default: %(default)s)"
+    )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of prompts (default: 0)")
 

@@ -19,9 +19,15 @@ class TreeRollout(Rollout):
     """Verifies the best `num_nodes` candidates of each block's marginals; a sequential head is not asked."""
 
     def __init__(
-        self, target: Target, drafter: DSpark, temperature: float, max_new_tokens: int, num_nodes: int
+        self,
+        target: Target,
+        drafter: DSpark,
+        temperature: float,
+        max_new_tokens: int,
+        num_nodes: int,
+        seed: int | None = None,
     ) -> None:
-        super().__init__(target, drafter, temperature, max_new_tokens)
+        super().__init__(target, drafter, temperature, max_new_tokens, seed=seed)
         self._block_drafter = drafter
         self._num_nodes = num_nodes
         self._rows_per_round = 1 + num_nodes
