@@ -50,8 +50,8 @@ def save_checkpoint(model: DSpark | ChainDrafter, folder: Path, dtype: torch.dty
     if model.config.reduced_vocabulary:
         tensors[_TOKEN_MAP] = model.target_ids - torch.arange(len(model.target_ids))
         tensors[_HEAD] = model.lm_head.detach().to(dtype).contiguous()
-    _write(tensors, folder)
-    (folder / "config.json").write_text(json.dumps(_public_config(model.config), indent=2) + "\n")
+    write_tensors(tensors, folder)
+    (folder / "config.json").write_text(json.dumps(public_config(model.config), indent=2) + "\n")
 
 
 def confidence_weights(folder: Path) -> tuple[Tensor, float]:
@@ -68,7 +68,7 @@ def replace_confidence(folder: Path, weight: Tensor, bias: float) -> None:
     old = tensors[_CONFIDENCE_WEIGHT]
     tensors[_CONFIDENCE_WEIGHT] = weight[None].to(old.dtype)
     tensors[_CONFIDENCE_BIAS] = torch.tensor([bias], dtype=old.dtype)
-    _write(tensors, folder)
+    write_tensors(tensors, folder)
 
 
 def load_checkpoint(
@@ -160,7 +160,8 @@ def read_sts_temperatures(folder: Path) -> list[float] | None:
     return temperatures
 
 
-def _write(tensors: dict[str, Tensor], folder: Path) -> None:
+def write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
+    """model.safetensors of a checkpoint folder, as a whole or not at all."""
     path = folder / "model.safetensors"
     partial = folder / "model.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
@@ -172,7 +173,8 @@ def _public_name(name: str) -> str:
     return name.removeprefix("backbone.")
 
 
-def _public_config(config: DrafterConfig) -> dict[str, object]:
+def public_config(config: DrafterConfig) -> dict[str, object]:
+    """What config.json holds."""
     return {
         "architectures": [_ARCHITECTURES[config.family]],
         "model_type": "qwen3",
@@ -213,7 +215,18 @@ def _target_ids(config: DrafterConfig, tensors: dict[str, Tensor], folder: Path)
     return ids + tensors[_TOKEN_MAP].to(torch.int64)
 
 
-def _load_parameters(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
+def checkpoint_problems(config: DrafterConfig, tensors: dict[str, Tensor]) -> list[str]:
+    """What is missing, unexpected or of another shape than `config` says; [] for a complete checkpoint."""
+    with torch.device("meta"):
+        embedding = torch.empty(config.vocab_size, config.hidden_size)
+        head = torch.empty(config.draft_vocab_size, config.hidden_size)
+        model = build_drafter(config, embedding, head, torch.arange(config.draft_vocab_size, device="cpu"))
+    needed = (_TOKEN_MAP, _HEAD) if config.reduced_vocabulary else ()
+    missing = [f"missing {name}" for name in needed if name not in tensors]
+    return missing + _parameter_problems(model, tensors)
+
+
+def _parameter_problems(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
     parameters = {_public_name(name): value for name, value in model.named_parameters()}
     given = tensors.keys() - _BUFFERS
     problems = [f"missing {name}" for name in sorted(parameters.keys() - given)]
@@ -223,8 +236,14 @@ def _load_parameters(model: nn.Module, tensors: dict[str, Tensor], folder: Path)
         for name, value in parameters.items()
         if name in tensors and tensors[name].shape != value.shape
     ]
+    return problems
+
+
+def _load_parameters(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
+    problems = _parameter_problems(model, tensors)
     if problems:
         raise ValueError(f"{folder}: not a complete drafter checkpoint: " + "; ".join(problems))
+    parameters = {_public_name(name): value for name, value in model.named_parameters()}
     with torch.no_grad():
         for name, value in parameters.items():
             value.copy_(tensors[name])
