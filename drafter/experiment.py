@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_rollout_arguments(parser, limit=40, max_new_tokens=128, batch_size=40)
     parser.add_argument("--responses", required=True, type=Path, help="file written by `synthesize`, to train on")
     parser.add_argument("--calibration-prompts", type=Path, help="JSONL that nobody trained on, for F5 and F6")
+    parser.add_argument("--calibration-limit", type=int, default=240, help="of those prompts (default: 240)")
     parser.add_argument(
         "--runs", type=Path, default=Path("runs/laboratory"), help="trained drafters (default: %(default)s)"
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import json
 import shutil
 import time
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from drafter.baselines.ngram import NgramDrafter
 from drafter.calibration import calibrate
 from drafter.checkpoint import load_drafter
 from drafter.config import TrainConfig
-from drafter.data import read_responses
+from drafter.data import read_responses, write_json
 from drafter.dspark import DSpark
 from drafter.initial import initial_drafter
 from drafter.interface import Drafter
@@ -81,9 +82,26 @@ class Laboratory:
         if not self._responses:
             raise ValueError(f"--responses: {arguments.responses} holds nothing to train on")
         self._root: Path = arguments.runs / f"{self.slots}-slots"
+        self._claim_root()
         self._memory: FeatureMemory | None = None
         self._memory_layers: tuple[int, ...] = ()
         self._conversations: list[Conversation] | None = None
+
+    def _claim_root(self) -> None:
+        """Note what its drafters are trained with; ValueError naming what differs from what lies there already."""
+        arguments = self._arguments
+        names = ("target", "draft_vocabulary", "markov_rank", "mask_token_id", "seed")
+        settings = {name: getattr(arguments, name) for name in names} | {"response_tokens": self.num_response_tokens}
+        path = self._root / "laboratory.json"
+        if not path.exists():
+            self._root.mkdir(parents=True, exist_ok=True)
+            write_json(path, settings)
+        known = json.loads(path.read_text())
+        different = [f"{name} {known.get(name)}" for name, value in settings.items() if known.get(name) != value]
+        if different:
+            raise ValueError(
+                f"--runs: the drafters in {self._root} are those of {', '.join(different)}; use another folder"
+            )
 
     @property
     def num_response_tokens(self) -> int:
@@ -129,7 +147,12 @@ class Laboratory:
         folder = self._folder(arm) / "calibrated"
         if not (folder / "calibration.json").exists():
             shutil.copytree(self._folder(arm) / "checkpoint", folder, dirs_exist_ok=True)
-            options = {"drafter": folder, "prompts": [arguments.calibration_prompts], "exclude": arguments.responses}
+            options = {
+                "drafter": folder,
+                "prompts": [arguments.calibration_prompts],
+                "exclude": arguments.responses,
+                "limit": arguments.calibration_limit,
+            }
             calibrate(self.target, argparse.Namespace(**{**vars(arguments), **options}))
         target = self.target
         drafter = load_drafter(folder, target.embed_weight_VD, target.lm_head_weight_VD, dtype=target.dtype)
@@ -180,7 +203,6 @@ class Laboratory:
         )
         vocabulary = torch.arange(self.target.config.vocab_size)
         if not arm.full_vocabulary:
-            self._root.mkdir(parents=True, exist_ok=True)
             vocabulary = run_vocabulary(self._root, arguments.draft_vocabulary, self._responses, self.target)
         torch.manual_seed(arguments.seed)
         shape = preset_config(preset, self.target, len(vocabulary), arguments.mask_token_id)

@@ -72,6 +72,16 @@ def test_an_arm_is_trained_and_decoded_once(
         assert again.rounds.confidence_logits.shape[1] == 3
 
 
+def test_drafters_of_other_settings_are_not_taken_for_these(
+    laboratory: Laboratory, tiny_target: Target, tiny_responses: list[Response], tmp_path: Path
+) -> None:
+    options = arguments(tmp_path, tiny_responses[:2], "T1")
+    Laboratory(tiny_target, options)
+    options.markov_rank = 8
+    with pytest.raises(ValueError, match="are those of markov_rank 4; use another folder"):
+        Laboratory(tiny_target, options)
+
+
 def test_every_experiment_writes_its_files(
     laboratory: Laboratory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
