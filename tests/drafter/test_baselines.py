@@ -184,7 +184,7 @@ def test_impossible_chains_are_refused(changes: dict[str, object], message: str)
 
 def test_prompt_look_up_by_hand() -> None:
     assert look_up([5, 6, 7, 8, 5, 6, 7], 3, 3) == [8, 5, 6]
-    assert look_up([5, 1, 9, 5, 2, 9, 5], 2, 3) == [2, 9]  # the latest occurrence wins
+    assert look_up([5, 1, 7, 5, 2, 8, 5], 2, 3) == [2, 8]  # the latest occurrence wins
     assert look_up([1, 2, 9, 3, 2, 9, 4, 1, 2, 9], 1, 3) == [3]  # a longer match wins
     assert look_up([1, 2, 3], 4, 3) == []
     assert look_up([], 4, 3) == []

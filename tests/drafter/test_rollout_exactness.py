@@ -27,7 +27,6 @@ from drafter.presets import PRESETS, preset_config
 from drafter.rollout import Conversation, Lane, Rollout, Rounds
 from drafter.target import Target
 from drafter.tree_rollout import TreeRollout
-from tests.drafter.conftest import VOCABULARY
 
 SMALL = 7
 NUM_TOKENS = 3
@@ -89,12 +88,17 @@ def written(rollout: Rollout, conversations: list[Conversation]) -> tuple[list[l
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_greedy_text_is_the_targets(name: str, tiny_target: Target) -> None:
+@pytest.mark.parametrize("size", ["tiny", "small"])
+def test_greedy_text_is_the_targets(name: str, size: str, tiny_target: Target, small_target: Target) -> None:
+    """The small target's next token depends on the whole text, the tiny one's text ends."""
+    target = tiny_target if size == "tiny" else small_target
     torch.manual_seed(5)
-    conversations = [Conversation("", tuple(torch.randint(3, VOCABULARY, (3 + i % 4,)).tolist())) for i in range(5)]
-    texts, _ = written(make(name, tiny_target, 0.0, 16), conversations)
+    conversations = [
+        Conversation("", tuple(torch.randint(3, target.config.vocab_size, (3 + i % 4,)).tolist())) for i in range(5)
+    ]
+    texts, _ = written(make(name, target, 0.0, 30), conversations)
     expected = [
-        tiny_target.model.generate(torch.tensor([c.prompt_ids]), do_sample=False, max_new_tokens=16)[0].tolist()
+        target.model.generate(torch.tensor([c.prompt_ids]), do_sample=False, max_new_tokens=30)[0].tolist()
         for c in conversations
     ]
     assert sorted(texts) == sorted(expected)
@@ -180,4 +184,27 @@ def test_the_context_of_a_rollout_holds_the_tokens_behind_its_rows(tiny_target: 
 
     rollout._propose = spy  # type: ignore[method-assign]
     rollout.run([Conversation("", (3, 4, 5, 4, 5)), Conversation("", (9, 8, 9))], batch_size=2)
+    assert checked > 10
+
+
+def test_the_context_of_a_tree_rollout_is_that_of_the_walk(small_target: Target) -> None:
+    """A branch's features stay with the branch: a misplaced row would only cost acceptance, and nobody would notice."""
+    rollout = make("ddtree", small_target, 1.0, 24)
+    assert isinstance(rollout, TreeRollout)
+    layers = rollout._drafter.target_layer_ids
+    checked = 0
+    original = rollout._trees
+
+    def spy(lane: Lane, slots: Tensor, anchors: Tensor, at: Tensor) -> Any:
+        nonlocal checked
+        for slot in slots.tolist():
+            text = torch.tensor(lane.tokens[slot])[None, :-1]
+            taps, _ = small_target.features(text, layers)
+            keys, _ = rollout._drafter.project_context(taps, torch.arange(text.shape[1])[None])
+            torch.testing.assert_close(lane.context_keys[:, slot, : text.shape[1]], keys[:, 0], atol=1e-4, rtol=1e-4)
+            checked += 1
+        return original(lane, slots, anchors, at)
+
+    rollout._trees = spy  # type: ignore[method-assign]
+    rollout.run([Conversation("", PROMPT), Conversation("", (3, 5, 6, 3))], batch_size=2)
     assert checked > 10
