@@ -20,7 +20,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from drafter.checkpoint import confidence_weights, replace_confidence
 from drafter.data import provenance, write_json
-from drafter.rollout import Rounds, add_rollout_arguments, load_for_rollout, roll_out
+from drafter.rollout import Rollout, Rounds, add_rollout_arguments, choose_conversations, load_for_rollout
+from drafter.target import Target
 
 _NUM_BINS = 20
 _NUM_FOLDS = 5
@@ -48,6 +49,17 @@ def expected_calibration_error(predicted: Tensor, happened: Tensor) -> float:
     bins = (predicted * _NUM_BINS).long().clamp(0, _NUM_BINS - 1)
     gap = torch.zeros(_NUM_BINS, dtype=torch.float64).index_add_(0, bins, predicted.double() - happened.double())
     return float(gap.abs().sum() / len(predicted))
+
+
+def reliability(predicted: Tensor, happened: Tensor) -> list[tuple[float, float, int]]:
+    """(mean prediction, frequency, number) of each of the 20 bins that holds something. Both [N]."""
+    bins = (predicted * _NUM_BINS).long().clamp(0, _NUM_BINS - 1)
+    chosen = [bins == number for number in range(_NUM_BINS)]
+    return [
+        (float(predicted[rows].double().mean()), float(happened[rows].double().mean()), int(rows.sum()))
+        for rows in chosen
+        if rows.any()
+    ]
 
 
 def auroc(predicted: Tensor, happened: Tensor) -> float:
@@ -176,14 +188,25 @@ def auroc_by_position(rounds: Rounds, temperatures: Tensor) -> list[float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--drafter", required=True, type=Path, help="checkpoint folder")
     add_rollout_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(arguments.threads)
+    confidence_weights(arguments.drafter)  # refuses what can't be calibrated before the target is loaded
+    target = Target.load(arguments.target)
+    calibrate(target, arguments)
+
+
+def calibrate(target: Target, arguments: argparse.Namespace) -> None:
+    """Fit the confidence of `arguments.drafter` on prompts decoded with it; the checkpoint's own files are replaced."""
     folder: Path = arguments.drafter
     trained = confidence_weights(folder)
-    target, drafter = load_for_rollout(arguments)
-    _, rounds = roll_out(target, drafter, arguments, keep_inputs=True)
+    drafter = load_for_rollout(target, folder)
+    conversations = choose_conversations(target, arguments)
+    rollout = Rollout(target, drafter, arguments.temperature, arguments.max_new_tokens, keep_inputs=True)
+    rounds = rollout.run(conversations, arguments.batch_size)
     head = fit_head(rounds, *trained)
     refitted = dataclasses.replace(rounds, confidence_logits=head.logits)
     temperatures = fit_sts(refitted)

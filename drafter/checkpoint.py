@@ -1,5 +1,7 @@
 """Drafter checkpoints in the public `Qwen3DSparkModel` format (DeepSpec, vLLM): a flat config.json and safetensors.
 
+EAGLE-3 and MTP drafters are kept alike, under architecture names of their own: no other system has just these tensors.
+
 Whoever loads must check completeness, since a missing tensor or shifted taps fail silently as lost acceptance: so a
 missing, unexpected or misshapen tensor is an error here. `calibration.json` beside the weights holds the STS
 temperatures; the public format has no place for them. Knows files and names; knows nothing of training.
@@ -13,12 +15,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from drafter.config import DrafterConfig
+from drafter.baselines.chain import ChainDrafter
+from drafter.baselines.eagle3 import Eagle3Backbone
+from drafter.baselines.mtp import MtpBackbone
+from drafter.config import DrafterConfig, Family
 from drafter.dspark import DSpark
 
 ARCHITECTURE = "Qwen3DSparkModel"
+_ARCHITECTURES: dict[Family, str] = {"block": ARCHITECTURE, "eagle3": "DSparkServeEagle3", "mtp": "DSparkServeMTP"}
 _TOKEN_MAP = "d2t"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
@@ -27,15 +33,25 @@ _CONFIDENCE_BIAS = "confidence_head.proj.bias"
 _BUFFERS = {_TOKEN_MAP, _HEAD, _EMBEDDING}
 
 
-def save_checkpoint(model: DSpark, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+def build_drafter(
+    config: DrafterConfig, embed_weight: Tensor, lm_head_weight: Tensor, target_ids: Tensor
+) -> DSpark | ChainDrafter:
+    """An untrained drafter of the family that `config` names; arguments as DSpark's."""
+    if config.family == "block":
+        return DSpark(config, embed_weight, lm_head_weight, target_ids)
+    backbone = Eagle3Backbone(config) if config.family == "eagle3" else MtpBackbone(config)
+    return ChainDrafter(config, backbone, embed_weight, lm_head_weight, target_ids)
+
+
+def save_checkpoint(model: DSpark | ChainDrafter, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write config.json and model.safetensors. The embedding, identical to the target's, is left out."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {_public_name(name): value.detach().to(dtype).contiguous() for name, value in model.named_parameters()}
     if model.config.reduced_vocabulary:
         tensors[_TOKEN_MAP] = model.target_ids - torch.arange(len(model.target_ids))
         tensors[_HEAD] = model.lm_head.detach().to(dtype).contiguous()
-    _write(tensors, folder)
-    (folder / "config.json").write_text(json.dumps(_public_config(model.config), indent=2) + "\n")
+    write_tensors(tensors, folder)
+    (folder / "config.json").write_text(json.dumps(public_config(model.config), indent=2) + "\n")
 
 
 def confidence_weights(folder: Path) -> tuple[Tensor, float]:
@@ -52,12 +68,24 @@ def replace_confidence(folder: Path, weight: Tensor, bias: float) -> None:
     old = tensors[_CONFIDENCE_WEIGHT]
     tensors[_CONFIDENCE_WEIGHT] = weight[None].to(old.dtype)
     tensors[_CONFIDENCE_BIAS] = torch.tensor([bias], dtype=old.dtype)
-    _write(tensors, folder)
+    write_tensors(tensors, folder)
 
 
 def load_checkpoint(
     folder: Path, embed_weight: Tensor, lm_head_weight: Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> DSpark:
+    """`load_drafter` for whoever can use parallel blocks only: ValueError for another family."""
+    family = read_config(folder).family
+    if family != "block":
+        raise ValueError(f"{folder}: {_ARCHITECTURES[family]} drafts as a chain; a {ARCHITECTURE} is needed here")
+    model = load_drafter(folder, embed_weight, lm_head_weight, dtype)
+    assert isinstance(model, DSpark)
+    return model
+
+
+def load_drafter(
+    folder: Path, embed_weight: Tensor, lm_head_weight: Tensor, dtype: torch.dtype = torch.bfloat16
+) -> DSpark | ChainDrafter:
     """The drafter in `folder` for a target with embed_weight and lm_head_weight, each [vocab_size, D]. Trainable still.
 
     Raises ValueError when the checkpoint doesn't fit the target or is not complete.
@@ -71,13 +99,13 @@ def load_checkpoint(
         )
     target_ids = _target_ids(config, tensors, folder)
     head = tensors.get(_HEAD, lm_head_weight[target_ids])
-    model = DSpark(config, tensors.get(_EMBEDDING, embed_weight).to(dtype), head.to(dtype), target_ids)
+    model = build_drafter(config, tensors.get(_EMBEDDING, embed_weight).to(dtype), head.to(dtype), target_ids)
     _load_parameters(model, tensors, folder)
     model.to(dtype)
     if model.confidence_head is not None:
         model.confidence_head.float()
     temperatures = read_sts_temperatures(folder)
-    if temperatures is not None:
+    if temperatures is not None and isinstance(model, DSpark):
         if len(temperatures) != config.block_size:
             raise ValueError(f"{folder}: calibration.json has {len(temperatures)} positions, not {config.block_size}")
         model.sts_temperatures = torch.tensor(temperatures)
@@ -91,11 +119,14 @@ def read_config(folder: Path) -> DrafterConfig:
         raise ValueError(f"{folder}: no drafter checkpoint there (config.json is missing)")
     values: dict[str, Any] = json.loads(path.read_text())
     architectures = values.get("architectures", [])
-    if ARCHITECTURE not in architectures:
-        raise ValueError(f"{path}: architectures is {architectures}, expected [{ARCHITECTURE!r}]")
+    family = next((family for family, name in _ARCHITECTURES.items() if name in architectures), None)
+    if family is None:
+        names = ", ".join(_ARCHITECTURES.values())
+        raise ValueError(f"{path}: architectures is {architectures}, expected one of {names}")
     try:
         rope_theta = values.get("rope_theta") or values["rope_parameters"]["rope_theta"]
         return DrafterConfig(
+            family=family,
             hidden_size=values["hidden_size"],
             intermediate_size=values["intermediate_size"],
             num_hidden_layers=values["num_hidden_layers"],
@@ -129,7 +160,8 @@ def read_sts_temperatures(folder: Path) -> list[float] | None:
     return temperatures
 
 
-def _write(tensors: dict[str, Tensor], folder: Path) -> None:
+def write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
+    """model.safetensors of a checkpoint folder, as a whole or not at all."""
     path = folder / "model.safetensors"
     partial = folder / "model.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
@@ -141,9 +173,10 @@ def _public_name(name: str) -> str:
     return name.removeprefix("backbone.")
 
 
-def _public_config(config: DrafterConfig) -> dict[str, object]:
+def public_config(config: DrafterConfig) -> dict[str, object]:
+    """What config.json holds."""
     return {
-        "architectures": [ARCHITECTURE],
+        "architectures": [_ARCHITECTURES[config.family]],
         "model_type": "qwen3",
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -182,7 +215,18 @@ def _target_ids(config: DrafterConfig, tensors: dict[str, Tensor], folder: Path)
     return ids + tensors[_TOKEN_MAP].to(torch.int64)
 
 
-def _load_parameters(model: DSpark, tensors: dict[str, Tensor], folder: Path) -> None:
+def checkpoint_problems(config: DrafterConfig, tensors: dict[str, Tensor]) -> list[str]:
+    """What is missing, unexpected or of another shape than `config` says; [] for a complete checkpoint."""
+    with torch.device("meta"):
+        embedding = torch.empty(config.vocab_size, config.hidden_size)
+        head = torch.empty(config.draft_vocab_size, config.hidden_size)
+        model = build_drafter(config, embedding, head, torch.arange(config.draft_vocab_size, device="cpu"))
+    needed = (_TOKEN_MAP, _HEAD) if config.reduced_vocabulary else ()
+    missing = [f"missing {name}" for name in needed if name not in tensors]
+    return missing + _parameter_problems(model, tensors)
+
+
+def _parameter_problems(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
     parameters = {_public_name(name): value for name, value in model.named_parameters()}
     given = tensors.keys() - _BUFFERS
     problems = [f"missing {name}" for name in sorted(parameters.keys() - given)]
@@ -192,8 +236,14 @@ def _load_parameters(model: DSpark, tensors: dict[str, Tensor], folder: Path) ->
         for name, value in parameters.items()
         if name in tensors and tensors[name].shape != value.shape
     ]
+    return problems
+
+
+def _load_parameters(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
+    problems = _parameter_problems(model, tensors)
     if problems:
         raise ValueError(f"{folder}: not a complete drafter checkpoint: " + "; ".join(problems))
+    parameters = {_public_name(name): value for name, value in model.named_parameters()}
     with torch.no_grad():
         for name, value in parameters.items():
             value.copy_(tensors[name])

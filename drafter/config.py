@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
+Family = Literal["block", "eagle3", "mtp"]
+"""What kind of network drafts: a parallel block (DSpark, DFlash), or a chain that feeds on its own hidden states."""
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int = 5) -> tuple[int, ...]:
@@ -25,6 +27,7 @@ class DrafterConfig:
     `draft_vocab_size < vocab_size` means a reduced output vocabulary with a draft-to-target map.
     """
 
+    family: Family = "block"
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
@@ -55,7 +58,10 @@ class DrafterConfig:
             raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
         if not self.target_layer_ids:
             raise ValueError("target_layer_ids must name at least one layer")
-        if any(not 0 <= layer < self.num_target_layers - 1 for layer in self.target_layer_ids):
+        if self.family == "mtp":
+            if self.target_layer_ids != (self.num_target_layers - 1,):
+                raise ValueError(f"target_layer_ids of MTP are the last layer alone, got {self.target_layer_ids}")
+        elif any(not 0 <= layer < self.num_target_layers - 1 for layer in self.target_layer_ids):
             raise ValueError(
                 f"target_layer_ids are 0-based and never the last layer: 0..{self.num_target_layers - 2}, "
                 f"got {self.target_layer_ids}"
@@ -64,6 +70,14 @@ class DrafterConfig:
             raise ValueError(f"markov_rank must be 0 (no sequential head) or more, got {self.markov_rank}")
         if self.markov_rank == 0 and self.markov_head_type != "vanilla":
             raise ValueError(f"markov_head_type {self.markov_head_type!r} needs markov_rank > 0")
+        if self.family != "block" and (self.num_hidden_layers, self.markov_rank) != (1, 0):
+            raise ValueError(
+                f"{self.family} is a chain of one layer without a sequential head (the context of a second layer would "
+                f"depend on all rows before it); got num_hidden_layers {self.num_hidden_layers}, "
+                f"markov_rank {self.markov_rank}"
+            )
+        if self.family != "block" and self.enable_confidence_head:
+            raise ValueError(f"{self.family} has no confidence head: enable_confidence_head must be false")
 
     @property
     def reduced_vocabulary(self) -> bool:
@@ -93,6 +107,8 @@ class TrainConfig:
     cross_entropy_weight: float = 0.1
     l1_weight: float = 0.9
     confidence_weight: float = 1.0
+    detach_confidence: bool = False
+    """Whether the confidence head only reads the hidden states, and its loss does not shape them."""
     max_gradient_norm: float = 1.0
     seed: int = 0
 

@@ -82,8 +82,10 @@ class DSpark(nn.Module):
         freeze_linears(self)
         self._frozen_head = FrozenLinear(self.lm_head)
 
-    def project_context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Target features [..., K*D] at positions [...] -> context keys and values [L, ..., H, C]."""
+    def project_context(
+        self, features: Tensor, positions: Tensor, next_tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Target features [..., K*D] at positions [...] -> context keys and values [L, ..., H, C]; no token is read."""
         return (self._frozen_backbone or self.backbone).project_context(features, positions)
 
     def hidden(

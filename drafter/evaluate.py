@@ -1,7 +1,8 @@
-"""`python -m drafter evaluate`: what a drafter is worth, measured by really decoding with it.
+"""`python -m drafter evaluate`: what drafters are worth, measured by really decoding with them.
 
-Accepted length by data set, conditional acceptance by position, calibration error before and after STS, and AUROC.
-Knows prompts and tables; the decoding is drafter/rollout.py's.
+Accepted length by data set with its bootstrap interval over prompts, conditional acceptance by position, calibration
+error before and after STS, and AUROC. Several drafters decode the same prompts, so that one can see what adapting one
+has gained on new traffic and cost on the old.
 """
 
 from __future__ import annotations
@@ -17,12 +18,20 @@ from tqdm import tqdm
 
 from drafter.calibration import auroc_by_position, errors_by_position
 from drafter.data import provenance, write_json
-from drafter.rollout import Conversation, Rounds, add_rollout_arguments, load_for_rollout, roll_out
+from drafter.dspark import DSpark
+from drafter.interface import Drafter
+from drafter.rollout import (
+    Conversation,
+    Rollout,
+    Rounds,
+    add_rollout_arguments,
+    choose_conversations,
+    load_for_rollout,
+)
+from drafter.target import Target
+from drafter.tree_rollout import TreeRollout
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_rollout_arguments(parser)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+_RESAMPLES = 2000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +41,9 @@ class Acceptance:
     dataset: str
     accepted_length: float
     """Tokens per round, recovered or bonus token included; the prefill's token isn't counted."""
+    low: float
+    high: float
+    """Bounds of its 95% interval: bootstrap over prompts."""
     conditional: list[float]
     """P(slot k passes | the slots before it passed)."""
     rounds: int
@@ -40,47 +52,109 @@ class Acceptance:
 def acceptance_by_dataset(conversations: Sequence[Conversation], rounds: Rounds) -> list[Acceptance]:
     names = list(dict.fromkeys(conversation.dataset for conversation in conversations))
     index = torch.tensor([names.index(conversation.dataset) for conversation in conversations])
-    dataset = index[rounds.conversation]
-    return [_acceptance(name, rounds, dataset == number) for number, name in enumerate(names)]
+    totals = per_conversation(rounds, len(conversations))
+    return [
+        _acceptance(name, rounds, index[rounds.conversation] == number, totals[index == number])
+        for number, name in enumerate(names)
+    ]
 
 
-def _acceptance(name: str, rounds: Rounds, rows: Tensor) -> Acceptance:
+def _acceptance(name: str, rounds: Rounds, rows: Tensor, totals: Tensor) -> Acceptance:
     accepted, slots = rounds.num_accepted[rows], rounds.num_slots[rows]
     conditional = []
     for k in range(rounds.confidence_logits.shape[1]):
         reached = (accepted >= k) & (slots > k)
         conditional.append(float((accepted[reached] > k).double().mean()))
-    return Acceptance(name, float(rounds.num_tokens[rows].double().mean()), conditional, int(rows.sum()))
+    resampled = bootstrap(totals)
+    low, high = resampled.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    length = float(rounds.num_tokens[rows].double().mean())
+    return Acceptance(name, length, low, high, conditional, int(rows.sum()))
+
+
+def per_conversation(rounds: Rounds, num_conversations: int) -> Tensor:
+    """(tokens, rounds) [C, 2] fp64 of each conversation."""
+    pairs = torch.stack((rounds.num_tokens.double(), torch.ones(len(rounds.num_tokens), dtype=torch.float64)), dim=1)
+    totals = torch.zeros(num_conversations, 2, dtype=torch.float64)
+    return totals.index_add_(0, rounds.conversation, pairs)
+
+
+def bootstrap(totals: Tensor, seed: int = 0) -> Tensor:
+    """Accepted lengths [resamples] fp64 of conversations drawn with replacement; totals [C, 2] as per_conversation.
+
+    The same seed draws the same conversations, so that ratios of two drafters on the same prompts are paired.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(len(totals), (_RESAMPLES, len(totals)), generator=generator)
+    sums = totals[drawn].sum(dim=1)
+    return sums[:, 0] / sums[:, 1]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--drafter", required=True, type=Path, nargs="+", help="checkpoint folders; `ngram` is prompt look-up"
+    )
+    add_rollout_arguments(parser)
+    parser.add_argument(
+        "--tree-nodes", type=int, help="verify the best tree of so many candidates instead of one draft (DDTree)"
+    )
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    target, drafter = load_for_rollout(arguments)
-    conversations, rounds = roll_out(target, drafter, arguments)
-    rows = acceptance_by_dataset(conversations, rounds)
-    before = errors_by_position(rounds, torch.ones_like(drafter.sts_temperatures))
-    after = errors_by_position(rounds, drafter.sts_temperatures)
-    areas = auroc_by_position(rounds, drafter.sts_temperatures)
-    _print_table(rows, before, after, areas)
+    torch.set_num_threads(arguments.threads)
+    target = Target.load(arguments.target)
+    conversations = choose_conversations(target, arguments)
+    figures = []
+    for folder in arguments.drafter:
+        drafter = load_for_rollout(target, folder)
+        rounds = rollout_for(target, drafter, arguments).run(conversations, arguments.batch_size)
+        figures.append(_figures(str(folder), drafter, conversations, rounds))
     if arguments.json:
-        content = {
-            "rows": [dataclasses.asdict(row) for row in rows],
-            "ece_before_sts": before,
-            "ece_after_sts": after,
-            "auroc": areas,
-            "provenance": provenance(
-                target=arguments.target, drafter=str(arguments.drafter), temperature=arguments.temperature
-            ),
+        facts = provenance(
+            target=arguments.target,
+            drafter=" ".join(map(str, arguments.drafter)),
+            temperature=arguments.temperature,
+        )
+        content = figures[0] if len(figures) == 1 else {"drafters": figures}
+        write_json(arguments.json, {**content, "provenance": facts})
+
+
+def rollout_for(target: Target, drafter: Drafter, arguments: argparse.Namespace) -> Rollout:
+    """The rollout that the arguments ask for. ValueError for a tree of a drafter that isn't a parallel block."""
+    if arguments.tree_nodes is None:
+        return Rollout(target, drafter, arguments.temperature, arguments.max_new_tokens)
+    if not isinstance(drafter, DSpark):
+        raise ValueError("--tree-nodes: a tree is built of a parallel block's marginals, which a chain hasn't")
+    return TreeRollout(target, drafter, arguments.temperature, arguments.max_new_tokens, arguments.tree_nodes)
+
+
+def _figures(name: str, drafter: Drafter, conversations: Sequence[Conversation], rounds: Rounds) -> dict[str, object]:
+    """Prints a drafter's tables and returns them for a JSON file."""
+    rows = acceptance_by_dataset(conversations, rounds)
+    temperatures = drafter.sts_temperatures if isinstance(drafter, DSpark) else None
+    calibration: dict[str, list[float]] = {}
+    if temperatures is not None and isinstance(drafter, DSpark) and drafter.confidence_head is not None:
+        calibration = {
+            "ece_before_sts": errors_by_position(rounds, torch.ones_like(temperatures)),
+            "ece_after_sts": errors_by_position(rounds, temperatures),
+            "auroc": auroc_by_position(rounds, temperatures),
         }
-        write_json(arguments.json, content)
+    _print_table(name, rows, calibration)
+    return {"drafter": name, "rows": [dataclasses.asdict(row) for row in rows], **calibration}
 
 
-def _print_table(rows: Sequence[Acceptance], before: list[float], after: list[float], areas: list[float]) -> None:
-    positions = "".join(f"{k:>8}" for k in range(1, len(before) + 1))
-    tqdm.write(f"{'data set':<14}{'accepted length':>16}{'rounds':>9}   conditional acceptance by position{'':>2}")
-    tqdm.write(f"{'':<39}{positions}")
+_TITLES = {"ece_before_sts": "ECE before STS", "ece_after_sts": "ECE after STS", "auroc": "AUROC"}
+
+
+def _print_table(name: str, rows: Sequence[Acceptance], calibration: dict[str, list[float]]) -> None:
+    positions = "".join(f"{k:>8}" for k in range(1, len(rows[0].conditional) + 1))
+    tqdm.write(f"\n{name}")
+    tqdm.write(f"{'data set':<14}{'accepted length':>16}{'95% interval':>16}{'rounds':>9}   conditional acceptance")
+    tqdm.write(f"{'':<55}{positions}")
     for row in rows:
         cells = "".join(f"{value:>8.3f}" for value in row.conditional)
-        tqdm.write(f"{row.dataset:<14}{row.accepted_length:>16.3f}{row.rounds:>9}{cells}")
-    for name, values in (("ECE before STS", before), ("ECE after STS", after), ("AUROC", areas)):
+        interval = f"{row.low:.3f}-{row.high:.3f}"
+        tqdm.write(f"{row.dataset:<14}{row.accepted_length:>16.3f}{interval:>16}{row.rounds:>9}{cells}")
+    for key, values in calibration.items():
         cells = "".join(f"{value:>8.3f}" for value in values)
-        tqdm.write(f"{name:<30}{sum(values) / len(values):>9.3f}{cells}")
+        tqdm.write(f"{_TITLES[key]:<46}{sum(values) / len(values):>9.3f}{cells}")

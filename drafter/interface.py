@@ -69,8 +69,14 @@ class Drafter(Protocol):
         """Take these from the next draft on. ValueError unless there is a positive one for each slot that has one."""
         ...
 
-    def project_context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Target features [N, K*D] at absolute positions [N] -> context keys and values, each [L, N, H, C]."""
+    def project_context(
+        self, features: Tensor, positions: Tensor, next_tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Target features [N, K*D] at absolute positions [N] -> context keys and values, each [L, N, H, C].
+
+        next_tokens [N] int64: the committed token behind each row. Parallel blocks don't read them; drafters that do
+        refuse to go without.
+        """
         ...
 
     def propose(

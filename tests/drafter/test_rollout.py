@@ -18,9 +18,9 @@ from drafter.calibration import (
     survival,
 )
 from drafter.evaluate import acceptance_by_dataset
+from drafter.initial import initial_drafter
 from drafter.rollout import Conversation, Rollout, Rounds
 from drafter.target import Target
-from drafter.train import initial_drafter
 from tests.drafter.conftest import VOCABULARY, drafter_config, random_drafter
 
 

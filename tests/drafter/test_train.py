@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -13,16 +15,11 @@ from drafter.checkpoint import save_checkpoint
 from drafter.config import TrainConfig
 from drafter.data import Response
 from drafter.dspark import DSpark
+from drafter.initial import adapted_drafter, initial_drafter
+from drafter.presets import PRESETS
 from drafter.supervision import FeatureMemory, batch_loss, choose_anchors
 from drafter.target import Target
-from drafter.train import (
-    Trainer,
-    adapted_drafter,
-    add_arguments,
-    check_arguments,
-    initial_drafter,
-    learning_rate_factor,
-)
+from drafter.train import Trainer, _preset, add_arguments, check_arguments, learning_rate_factor
 from tests.drafter.conftest import VOCABULARY, drafter_config, random_drafter
 
 
@@ -95,6 +92,35 @@ def test_init_and_a_shape_contradict_each_other(tmp_path: Path) -> None:
         check_arguments(parser.parse_args(command[1:]))
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], (2, 7, 256, "vanilla", True, 0.65)),
+        (
+            ["--preset", "dspark-rnn", "--layers", "5", "--block-size", "15", "--markov-rank", "8"],
+            (5, 15, 8, "rnn", True, 0.65),
+        ),
+        (["--preset", "dflash", "--layers", "3"], (3, 7, 0, "vanilla", False, 1.0)),
+        (["--preset", "dflash-l1", "--block-size", "11"], (2, 11, 0, "vanilla", False, 0.65)),
+        (["--preset", "eagle3"], (1, 7, 0, "vanilla", False, 1.0)),
+        (["--preset", "mtp"], (1, 1, 0, "vanilla", False, 1.0)),
+    ],
+)
+def test_options_change_a_preset(options: list[str], expected: tuple[object, ...]) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    preset = _preset(parser.parse_args(["--target", "t", "--responses", "r", "--output", "o", *options]))
+    assert expected == (
+        preset.num_hidden_layers,
+        preset.block_size,
+        preset.markov_rank,
+        preset.markov_head_type,
+        preset.enable_confidence_head,
+        preset.distillation_fraction,
+    )
+    assert math.exp(-2 / PRESETS["eagle3"].position_decay) == pytest.approx(0.8**2)
+
+
 def test_anchors_stay_inside_one_response() -> None:
     response = Response(tuple(range(3, 23)), ((4, 9), (12, 14), (18, 20)))
     blocks = choose_anchors([response], 100, 3, torch.Generator().manual_seed(0))
@@ -123,6 +149,28 @@ def test_loss_of_a_perfect_drafter_is_the_targets_entropy(
     shifted = torch.roll(torch.stack(rows).float(), 1, dims=1)
     monkeypatch.setattr("drafter.supervision._block_hidden", lambda *_: shifted)
     assert batch_loss(model, responses, features, blocks, trainer.config, distill=True).overlap < 0.95
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_a_detached_confidence_loss_trains_its_head_alone(
+    tiny_target: Target, tiny_responses: list[Response], detach: bool
+) -> None:
+    trainer = trainer_for(tiny_target, tiny_responses, detach_confidence=detach)
+    responses = tiny_responses[:2]
+    features = trainer.memory.get([0, 1], [response.token_ids for response in responses])
+    blocks = choose_anchors(responses, 4, 5, torch.Generator().manual_seed(0))
+    model = trainer.model
+    assert model.confidence_head is not None
+    with torch.no_grad():
+        model.confidence_head.proj.weight.normal_()  # at its zero start nothing would flow through it anyway
+    gradients = []
+    for weight in (0.0, 1.0):
+        model.zero_grad()
+        config = dataclasses.replace(trainer.config, confidence_weight=weight)
+        batch_loss(model, responses, features, blocks, config, distill=True).loss.backward()
+        gradients.append(model.backbone.fc.weight.grad)
+    assert model.confidence_head.proj.weight.grad.any()
+    assert torch.equal(*gradients) == detach
 
 
 def test_learning_rate() -> None:

@@ -1,0 +1,1 @@
+"""Other drafters of the field behind the same interface, to compare with."""
