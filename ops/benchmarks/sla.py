@@ -35,7 +35,6 @@ from ops.benchmarks.prompts import load_datasets
 Prompts = Sequence[tuple[int, ...]]
 
 STRICT_EVERY = 4
-FIXED_LENGTHS = (1, 2, 3, 5, 7)
 PILOT_QUANTILE = 0.15
 OWN = "no promises"
 """Scheduled by throughput alone."""
@@ -91,7 +90,9 @@ class Record:
         return float(np.mean(np.array(self.strict_speeds) >= promise))
 
 
-def make_engines(config: EngineConfig, shard: Shard, promise: float, weights: Sequence[float]) -> dict[str, Engine]:
+def make_engines(
+    config: EngineConfig, shard: Shard, promise: float, weights: Sequence[float], fixed_lengths: Sequence[int]
+) -> dict[str, Engine]:
     """One engine for each policy, all on the same pages: only one may have work at a time."""
     curve = cost_curve(config, shard)
     unpromised = (SlaTier("standard"), SlaTier("strict"))
@@ -106,7 +107,7 @@ def make_engines(config: EngineConfig, shard: Shard, promise: float, weights: Se
     plain = config.model_copy(update={"num_speculative_tokens": 0})
     return {
         "plain": Engine(plain, Shard(shard.decoder, None, plain), None, tiers=unpromised),
-        **{f"fixed {length}": fixed(length) for length in FIXED_LENGTHS if length <= shard.num_draft_slots},
+        **{f"fixed {length}": fixed(length) for length in fixed_lengths},
         OWN: scheduled(unpromised),
         **{f"weight {w:g}": scheduled((unpromised[0], SlaTier("strict", promise, weight=w))) for w in weights},
     }
@@ -150,7 +151,7 @@ def difference_interval(
 def rows_of(concurrency: int, promise: float, records: dict[str, Record]) -> list[report.Row]:
     own = records[OWN]
     fixed = [name for name in records if name.startswith("fixed")]
-    best_fixed = max(fixed, key=lambda name: records[name].tokens_per_second)
+    best_fixed = max(["plain", *fixed], key=lambda name: records[name].tokens_per_second)
     rows = []
     for name, record in records.items():
         low, high = difference_interval(
@@ -192,8 +193,9 @@ def run(options: argparse.Namespace) -> report.Row:
     sampling = SamplingParams(max_tokens=options.max_tokens, stop_token_ids=end_token_ids(folder))
     shard = Shard.load(config)
     promise = options.promise or pilot(config, shard, sampling, prompts, options)
-    engines = make_engines(config, shard, promise, options.weights)
+    engines = make_engines(config, shard, promise, options.weights, options.fixed)
     rows: list[report.Row] = []
+    tqdm.write(f"promised: {promise:.1f} tokens per second")
     for concurrency in options.concurrency:
         batches = mixed_batches(prompts, concurrency, options.num_requests)
         rows += rows_of(concurrency, promise, measure(engines, sampling, batches, concurrency))
@@ -213,7 +215,7 @@ def pilot(
     config: EngineConfig, shard: Shard, sampling: SamplingParams, prompts: Prompts, options: argparse.Namespace
 ) -> float:
     """The speed that all but PILOT_QUANTILE of the requests have at one load without promises."""
-    engine = make_engines(config, shard, 0.0, ())[OWN]
+    engine = make_engines(config, shard, 0.0, (), ())[OWN]
     record = Record()
     for batch in mixed_batches(prompts, options.promise_at, options.num_requests // 2):
         run_batch(engine, sampling, batch, options.promise_at, record)
@@ -247,6 +249,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, nargs="+", default=(), help="JSONL files, mixed in turn")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[4, 8, 16, 24, 32], help="requests in flight")
     parser.add_argument("--weights", type=float, nargs="+", default=[4.0, 16.0, 64.0], help="of the strict tier")
+    parser.add_argument("--fixed", type=int, nargs="*", default=[1, 2, 3, 5], help="lengths that don't adapt")
     parser.add_argument("--promise", type=float, help="tokens per second of the strict tier (default: by a pilot run)")
     parser.add_argument("--promise-at", type=int, default=16, help="load of the pilot run")
     parser.add_argument("--num-requests", type=int, default=128, help="of each policy and load, at least")
