@@ -19,7 +19,7 @@ Pure values and numbers; knows no drafter, no engine and no clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -52,6 +52,17 @@ _STEPS = LARGEST_STEP ** np.linspace(-1, 1, 41)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """The drafted blocks of one step, before they are counted. See `Evidence.of_step`."""
+
+    confidences: NDArray[np.floating]
+    """[R, <= G]"""
+    num_known: Sequence[int]
+    num_passed: Sequence[int]
+    coupled: Sequence[bool]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Evidence:
     """Counts by mode and slot; they add up over steps, engines and time. 14 KB for 7 slots."""
 
@@ -81,7 +92,7 @@ class Evidence:
         num_passed: ArrayLike,
         coupled: ArrayLike,
     ) -> Self:
-        """What one step's blocks came to.
+        """What blocks came to that were drafted with the same temperatures.
 
         confidences [R, <= G], calibrated by temperatures [G]; num_known [R]: leading slots whose outcome is known (all
         that were admitted; 0 leaves the request out; those up to an end token that passed); num_passed [R] of them

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import threading
 
-from cluster.calibration import Evidence, errors, refit
+import numpy as np
+
+from cluster.calibration import Blocks, Evidence, errors, refit
 from cluster.messages import PositionCalibration
 from drafter.interface import check_temperatures
 
@@ -19,10 +21,12 @@ REFIT_EVERY_STEPS = 256
 REPORT_EVERY_STEPS = 256
 RECENT_SLOTS = 20_000
 """Errors are of about so many slots of the commonest position: when there are more, older ones count half."""
+COUNTED_TOGETHER = 256
+"""Blocks are kept until there are so many: counting one costs as much as counting hundreds, a tenth of a short step."""
 
 
 class Calibrator:
-    """`observe` and `due` belong to the thread that steps; `take` and `offer` to any."""
+    """`observe`, `due` and `report` belong to the thread that steps; `take` and `offer` to any."""
 
     def __init__(self, temperatures: tuple[float, ...]) -> None:
         """Those that the drafter has now; empty for one without confidences, and then nothing is gathered."""
@@ -30,21 +34,46 @@ class Calibrator:
         self._lock = threading.Lock()
         self._evidence = Evidence.none(len(temperatures))
         self._recent = Evidence.none(len(temperatures))
+        self._uncounted: list[Blocks] = []
+        self._num_uncounted = 0
         self._offered: tuple[float, ...] | None = None
         self._num_steps = 0
         self._num_steps_untaken = 0
 
-    def observe(self, evidence: Evidence) -> None:
-        """Of one step."""
+    def observe(self, blocks: Blocks) -> None:
+        """Of one step, drafted with the temperatures that are in force."""
+        with self._lock:
+            self._uncounted.append(blocks)
+            self._num_uncounted += len(blocks.num_known)
+            if self._num_uncounted >= COUNTED_TOGETHER:
+                self._count()
+
+    def _count(self) -> None:
+        """With the lock held, and before temperatures change: confidences mean nothing without theirs."""
+        if not self._uncounted:
+            return
+        widths = [blocks.confidences.shape[1] for blocks in self._uncounted]
+        confidences = np.zeros((self._num_uncounted, max(widths)))
+        first = 0
+        for blocks, width in zip(self._uncounted, widths, strict=True):
+            last = first + len(blocks.num_known)
+            confidences[first:last, :width] = blocks.confidences
+            first = last
+        known, passed, coupled = (
+            [each for blocks in self._uncounted for each in getattr(blocks, name)]
+            for name in ("num_known", "num_passed", "coupled")
+        )
+        evidence = Evidence.of_step(confidences, self.temperatures, known, passed, coupled)
+        self._uncounted, self._num_uncounted = [], 0
+        self._evidence += evidence
         self._recent += evidence
         if self._recent.covered.sum(axis=2).max() > RECENT_SLOTS:
             self._recent = self._recent.halved()
-        with self._lock:
-            self._evidence += evidence
 
     def take(self) -> Evidence:
         """All that was gathered since the last time."""
         with self._lock:
+            self._count()
             taken, self._evidence = self._evidence, Evidence.none(len(self.temperatures))
             self._num_steps_untaken = 0
         return taken
@@ -65,13 +94,18 @@ class Calibrator:
             wanted, self._offered = self._offered, None
             alone = self._num_steps_untaken >= PATIENCE_STEPS
             if wanted is None and alone and self._num_steps % REFIT_EVERY_STEPS == 0:
+                self._count()
                 wanted, self._evidence = refit(self._evidence, self.temperatures)
-        if wanted is None or wanted == self.temperatures:
-            return None
-        self.temperatures = wanted
+            if wanted is None or wanted == self.temperatures:
+                return None
+            self._count()
+            self.temperatures = wanted
         return wanted
 
     def report(self) -> tuple[PositionCalibration, ...]:
         """Once after each step: how true confidences are lately, every REPORT_EVERY_STEPS."""
-        due = self.temperatures and self._num_steps % REPORT_EVERY_STEPS == 0
-        return errors(self._recent, self.temperatures) if due else ()
+        if not self.temperatures or self._num_steps % REPORT_EVERY_STEPS:
+            return ()
+        with self._lock:
+            self._count()
+            return errors(self._recent, self.temperatures)

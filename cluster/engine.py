@@ -20,7 +20,7 @@ import torch
 
 from cluster import verifier
 from cluster.batcher import Batcher, Chunk, Plan, Sequence
-from cluster.calibration import Evidence
+from cluster.calibration import Blocks, Evidence
 from cluster.calibrator import Calibrator
 from cluster.config import EngineConfig
 from cluster.kv_cache import BlockPool
@@ -283,9 +283,8 @@ class Engine:
         chunks = plan.drafted
         known, passed = zip(*(_known_and_passed(c, outcomes[c.sequence.request_id]) for c in chunks), strict=True)
         self._calibrator.observe(
-            Evidence.of_step(
+            Blocks(
                 confidences=draft.confidences.numpy(),
-                temperatures=self._calibrator.temperatures,
                 num_known=known,
                 num_passed=passed,
                 coupled=[chunk.sequence.request.sampling.seed is not None for chunk in chunks],

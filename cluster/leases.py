@@ -66,9 +66,10 @@ class Offers:
 
     def age(self, now: float) -> float | None:
         """Seconds since the newest lease was asked for; None when there is none or it has ended."""
-        if not self._offers or now >= self._offers[0].ends_seconds:
+        newest = next(iter(self._offers), None)  # looked up once: another thread may add one meanwhile
+        if newest is None or now >= newest.ends_seconds:
             return None
-        return now - self._offers[0].asked_seconds
+        return now - newest.asked_seconds
 
     def current(self, newest_step: int, now: float) -> Offer | None:
         """The newest offer that hasn't ended and rests on a report of `newest_step` or an earlier step, if any."""

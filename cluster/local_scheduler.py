@@ -193,11 +193,13 @@ class LocalScheduler:
         decoded = [chunk for chunk in plan.chunks if chunk.num_rows == 1]
         drafts = tuple((chunk.sequence.draft_return, chunk.num_accepted) for chunk in decoded if chunk.proposed)
         num_tokens = sum(1 + chunk.num_accepted for chunk in decoded)
-        self._returns.observe(Round(drafts, num_tokens, self._seconds_expected))
+        if decoded:  # else nobody made tokens, and the rate at which they are made stays what it was
+            self._returns.observe(Round(drafts, num_tokens, self._seconds_expected))
         return report
 
     def predict(self, plan: Plan) -> tuple[float, float, float] | None:
         """Seconds that the curve expects of the plan, of its anchors alone, and of its prompt rows beside them."""
+        self._seconds_expected = 0.0  # without rows, as while only other replicas of a group have any
         if self._curve is None or not plan.chunks:
             return None
         without_drafts = plan.num_tokens - sum(chunk.num_admitted for chunk in plan.drafted)

@@ -58,7 +58,6 @@ class EngineMetrics:
         for each of three counters. `expert_load` says, by layer with experts, how often each has been chosen so far.
         """
         self._num_kv_blocks = num_kv_blocks
-        self._tiers = tiers
         self._get_expert_load = expert_load
         self.registry = registry = CollectorRegistry()
         self._build_speculation(registry)
@@ -67,10 +66,16 @@ class EngineMetrics:
         self._build_experts(registry)
         for mode in get_args(SchedulerMode):
             self._steps.labels(mode)
+        # Looking a series up costs more than adding to it, and a step of many rounds adds to hundreds.
+        self._drafts = [
+            [
+                [counter.labels(str(position), tier) for position in range(block_size)]
+                for counter in (self._proposed, self._verified, self._accepted)
+            ]
+            for tier in tiers
+        ]
+        """By tier: by what is counted: by position."""
         for position in range(block_size):
-            for counter in (self._proposed, self._verified, self._accepted):
-                for tier in tiers:
-                    counter.labels(str(position), tier)
             self._temperature.labels(str(position)).set(UNKNOWN)
             for verification in get_args(VerificationMode):
                 self._calibration_error.labels(verification, str(position)).set(UNKNOWN)
@@ -211,11 +216,12 @@ class EngineMetrics:
         self._generated_tokens.inc(sum(len(event.token_ids) for event in result.events))
 
     def _observe_rounds(self, result: StepResult) -> None:
-        num_proposed = num_verified = 0
         for verify_round in result.rounds:
-            self._observe_round(verify_round)
-            num_proposed += verify_round.num_proposed
-            num_verified += verify_round.num_verified
+            self._accepted_length.observe(1 + verify_round.num_accepted)
+        for tier in {verify_round.tier for verify_round in result.rounds}:
+            self._observe_drafts(tier, [r for r in result.rounds if r.tier == tier])
+        num_proposed = sum(verify_round.num_proposed for verify_round in result.rounds)
+        num_verified = sum(verify_round.num_verified for verify_round in result.rounds)
         self._trimmed.inc(num_proposed - num_verified)
         self._used.inc(num_verified)
         self._granted.inc(result.cap)
@@ -225,15 +231,11 @@ class EngineMetrics:
         if result.rounds and decided and not (result.cap or result.report.drafted):
             self._skipped.inc()
 
-    def _observe_round(self, verify_round: VerifyRound) -> None:
-        self._accepted_length.observe(1 + verify_round.num_accepted)
-        for counter, count in (
-            (self._proposed, verify_round.num_proposed),
-            (self._verified, verify_round.num_verified),
-            (self._accepted, verify_round.num_accepted),
-        ):
-            for position in range(count):
-                counter.labels(str(position), self._tiers[verify_round.tier]).inc()
+    def _observe_drafts(self, tier: int, rounds: Sequence[VerifyRound]) -> None:
+        lengths = zip(*((r.num_proposed, r.num_verified, r.num_accepted) for r in rounds), strict=True)
+        for series, counts in zip(self._drafts[tier], lengths, strict=True):
+            for position in range(max(counts)):
+                series[position].inc(sum(count > position for count in counts))
 
     def text(self) -> str:
         """The exposition text of this registry."""

@@ -269,5 +269,9 @@ def _interpolate_column(grid: Array, table: Array, at: float) -> Array:
 
 def _hat(grid: Array, at: float) -> Array:
     """[len(grid)] interpolation weights of `at`, clamped to the grid: they sum to 1."""
-    inside = float(np.clip(at, grid[0], grid[-1]))
-    return np.array([np.interp(inside, grid, row) for row in np.eye(len(grid))])
+    weights = np.zeros(len(grid))
+    place = float(np.interp(at, grid, np.arange(len(grid))))
+    left = int(place)
+    weights[left] = 1 - (place - left)
+    weights[min(left + 1, len(grid) - 1)] += place - left
+    return weights

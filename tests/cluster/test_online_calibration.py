@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cluster import calibrator as calibrator_module
 from cluster.batcher import Chunk, Sequence
-from cluster.calibration import LARGEST_STEP, MIN_TESTED, Evidence, errors, merge, refit
+from cluster.calibration import LARGEST_STEP, MIN_TESTED, Blocks, Evidence, errors, merge, refit
 from cluster.calibrator import Calibrator
 from cluster.engine import _known_and_passed
 from cluster.verifier import Outcome
@@ -28,6 +28,14 @@ TRUE = np.array([2.0, 0.5, 1.4, 1.0])
 def traffic(
     temperatures: tuple[float, ...], num_requests: int, seed: int, admit_above: float = 0.3, true: Any = TRUE
 ) -> Evidence:
+    """The evidence of a step of `blocks`."""
+    step = blocks(temperatures, num_requests, seed, admit_above, true)
+    return Evidence.of_step(step.confidences, temperatures, step.num_known, step.num_passed, step.coupled)
+
+
+def blocks(
+    temperatures: tuple[float, ...], num_requests: int, seed: int, admit_above: float = 0.3, true: Any = TRUE
+) -> Blocks:
     """A step of requests whose slots pass with sigmoid(logit / true), admitted as long as their survival is good."""
     generator = np.random.default_rng(seed)
     logits = generator.normal(1.0, 2.0, (num_requests, NUM_SLOTS))
@@ -35,7 +43,8 @@ def traffic(
     passes = generator.random(logits.shape) < 1 / (1 + np.exp(-logits / true))
     known = (confidences.cumprod(axis=1) >= admit_above).sum(axis=1)
     passed = np.minimum(passes.cumprod(axis=1).sum(axis=1), known)
-    return Evidence.of_step(confidences, temperatures, known, passed, generator.random(num_requests) < 0.3)
+    coupled = generator.random(num_requests) < 0.3
+    return Blocks(confidences, known.tolist(), passed.tolist(), coupled.tolist())
 
 
 def worst_error(temperatures: tuple[float, ...]) -> float:
@@ -109,7 +118,7 @@ def test_an_engine_nobody_asks_refits_itself_and_one_that_is_asked_waits_for_its
         one = Calibrator((1.0,) * NUM_SLOTS)
         for number in range(80):
             one.due()
-            one.observe(traffic(one.temperatures, 400, number))
+            one.observe(blocks(one.temperatures, 400, number))
             if asked and number % 8 == 0:
                 assert one.take().num_tested[0] > 0
         assert (one.temperatures == (1.0,) * NUM_SLOTS) == asked
@@ -120,6 +129,28 @@ def test_an_engine_nobody_asks_refits_itself_and_one_that_is_asked_waits_for_its
         one.offer((1.0, 1.0))
     with pytest.raises(ValueError, match="positive"):
         one.offer((1.0, 1.0, -1.0, 1.0))
+
+
+@pytest.mark.parametrize("temperatures_change", [False, True])
+def test_blocks_that_are_counted_together_count_like_one_after_the_other(temperatures_change: bool) -> None:
+    """Steps of any width, temperatures that change between them, and nobody left behind when evidence is taken."""
+    one, total = Calibrator((1.0,) * NUM_SLOTS), Evidence.none(NUM_SLOTS)
+    for number in range(40):
+        if temperatures_change:
+            one.offer((1.0 + number / 20,) * NUM_SLOTS)
+        one.due()
+        step = blocks(one.temperatures, 1 + number % 20, number)
+        width = 1 + number % NUM_SLOTS
+        known = [min(each, width) for each in step.num_known]
+        passed = [min(each, width) for each in step.num_passed]
+        one.observe(Blocks(step.confidences[:, :width], known, passed, step.coupled))
+        total += Evidence.of_step(step.confidences[:, :width], one.temperatures, known, passed, step.coupled)
+    taken = one.take()
+    assert total.num_tested.all()
+    for name in ("tested", "passed", "covered", "survived"):
+        assert (getattr(taken, name) == getattr(total, name)).all(), name
+    assert taken.predicted == pytest.approx(total.predicted)
+    assert not one.take().num_tested.any()
 
 
 # --- the running engine ---
