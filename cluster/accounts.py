@@ -106,10 +106,10 @@ def _engine(entry: Entry, company: Company | None, now: float) -> EngineAccount:
 
 def binding(report: LoadReport | None, lease: BudgetLease | None, company: Company | None) -> Binding:
     """What decided this lease; see the module. `company`: all that step with the engine, itself included."""
+    if report is not None and not report.tiers:
+        return "idle"
     if report is None or lease is None or company is None:
         return "alone"
-    if not report.tiers:
-        return "idle"
     num_slots = int(np.count_nonzero(survival_levels(report)))
     if not num_slots:
         return "prompts"

@@ -199,7 +199,8 @@ class Engine:
             mode=mode,
             lease_age_seconds=lease_age,
             cap=plan.max_drafts,
-            predicted=predicted and StepPrediction(*predicted),
+            # A replica that waited for a larger one of its group says nothing about what its own rows cost.
+            predicted=StepPrediction(*predicted) if predicted and forward and forward.is_largest else None,
             num_running=self.num_running,
             num_free_kv_blocks=self._pool.num_free,
             num_preempted=plan.num_preempted,

@@ -32,8 +32,8 @@ class Offer:
 
     @classmethod
     def of(cls, lease: BudgetLease, report: LoadReport, asked_seconds: float) -> Self:
-        rows = zip(report.request_ids, survival_levels(report), strict=True)
-        drafting = frozenset(name for name, levels in rows if levels.any())
+        has_slots = survival_levels(report).max(axis=1, initial=0).tolist()
+        drafting = frozenset(name for name, drafts in zip(report.request_ids, has_slots, strict=True) if drafts)
         return cls(lease, report, asked_seconds, drafting)
 
     def fits(self, running: Iterable[str], drafting: Iterable[str]) -> bool:

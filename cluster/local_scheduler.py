@@ -211,7 +211,7 @@ class LocalScheduler:
 
     def refresh(self, result: StepResult) -> None:
         """The curve follows the machine: every few steps it learns from the one just done."""
-        if self._curve is None or not result.num_tokens or result.step % REFRESH_EVERY_STEPS:
+        if self._curve is None or result.predicted is None or result.step % REFRESH_EVERY_STEPS:
             return
         seconds = result.seconds - result.draft_seconds
         self._curve = self._curve.observed(result.num_tokens, result.report.context_tokens, seconds)

@@ -171,12 +171,19 @@ class Roster:
         by_tiers: dict[tuple[SlaTier, ...], list[Company]] = {}
         for ranks in together.values():
             company = [ranks[rank] for rank in sorted(ranks)]
-            if not company[0].member.group or len(company) == company[0].member.group_size:
+            if not company[0].member.group or (len(company) == company[0].member.group_size and _decodes(company)):
                 by_tiers.setdefault(company[0].member.tiers, []).append(company)
         yield from by_tiers.items()
+
+
+def _decodes(company: Company) -> bool:
+    """Where nothing runs there is nothing to share, and a lease for nothing would hold the next request back."""
+    return any(entry.report.tiers for entry in company if entry.report is not None)
 
 
 def _group(company: Company) -> Group:
     reports = [entry.report for entry in company if entry.report is not None]
     previous = [entry.lease for entry in company if entry.lease is not None]
-    return Group(reports, company[0].member.curve, previous if len(previous) == len(company) else ())
+    # Only the fullest rank's steps teach it what they cost: the others wait for it.
+    curve = max(company, key=lambda entry: len(entry.report.tiers) if entry.report else 0).member.curve
+    return Group(reports, curve, previous if len(previous) == len(company) else ())

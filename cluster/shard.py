@@ -48,6 +48,8 @@ class StepTensors:
     """Of the rows that were wanted, in the model's dtype."""
     features_NF: Tensor
     """The tapped layers' outputs of every row, F = K * D; F = 0 without a drafter."""
+    is_largest: bool
+    """No replica of the group had more rows: the pass lasted as long as this one needed."""
 
 
 IDLE_SECONDS_REPLICAS = 0.005
@@ -207,7 +209,8 @@ class Shard:
         hidden_ND, features_NF = self.decoder.forward(batch, self._kv, taps, plan.lockstep)
         logits_MV = self.decoder.logits(hidden_ND[batch.logits_rows_M])
         # Decisions are made on the CPU, wherever the model is; only the leader makes any.
-        return StepTensors(batch, logits_MV.cpu() if self.mesh.leads else logits_MV, features_NF)
+        is_largest = len(batch.tokens_N) == max(plan.lockstep.num_rows)
+        return StepTensors(batch, logits_MV.cpu() if self.mesh.leads else logits_MV, features_NF, is_largest)
 
     def commit_features(self, forward: StepTensors, num_final: list[int]) -> None:
         """The first `num_final[r]` rows of each span are committed: they become draft context. Others never do.

@@ -200,3 +200,23 @@ def test_no_wall_clock_is_read_where_leases_are_made_or_used() -> None:
     for name in ("confidence_scheduler", "roster", "leases", "local_scheduler", "speeds", "fleet", "budget", "sla"):
         source = (folder / f"{name}.py").read_text()
         assert not re.search(r"time\.time\(|datetime|time_ns|CLOCK_REALTIME", source), name
+
+
+def test_a_group_where_nothing_runs_gets_no_lease_that_would_hold_its_next_request_back() -> None:
+    roster = Roster()
+    for rank in range(2):
+        say(roster, member(f"g{rank}", "g", rank, 2), load(0))
+    assert roster.allocate() == 0 and roster.lease("g0") is None
+    say(roster, member("g1", "g", 1, 2), load(1))
+    assert roster.allocate() == 2 and roster.lease("g0") is not None
+
+
+def test_a_group_is_sized_by_the_curve_of_its_fullest_rank() -> None:
+    """The others wait for it, so their steps teach them nothing."""
+    roster, steep = Roster(), curve(3.0)
+    say(roster, member("g0", "g", 0, 2), load(1))
+    say(roster, replace(member("g1", "g", 1, 2), curve=steep), load(6))
+    roster.allocate()
+    [[first, _]] = fleet.allocate([Group([load(1), load(6)], steep)], TIERS)
+    [[other, _]] = fleet.allocate([Group([load(1), load(6)], COST)], TIERS)
+    assert decided(roster.lease("g0")) == decided(first) != decided(other)
