@@ -182,14 +182,14 @@ BodyT = TypeVar("BodyT", ChatRequest, CompletionRequest)
 def parse_body(body: bytes, schema: type[BodyT]) -> BodyT:
     """The request in a JSON body. Raises InvalidRequestError naming the first offending field."""
     try:
-        values = json.loads(body, parse_constant=_refuse_constant)
-        json.dumps(values, ensure_ascii=False).encode()  # fails for half a surrogate pair, which is no text
+        given: Any = json.loads(body, parse_constant=_refuse_constant)
+        json.dumps(given, ensure_ascii=False).encode()  # fails for half a surrogate pair, which is no text
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError("body", f"is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
+    if not isinstance(given, dict):
         raise InvalidRequestError("body", "must be a JSON object")
     known = schema.model_fields.keys()
-    values = {name: value for name, value in values.items() if name in known or not _asks_for_nothing(name, value)}
+    values = {name: value for name, value in given.items() if name in known or not _asks_for_nothing(name, value)}
     try:
         return schema.model_validate(values)
     except ValidationError as error:
