@@ -32,6 +32,13 @@ class ReplicaLoad:
     """By tier: tokens per second that one more request would get. Empty: nobody has said."""
     num_requests_then: int = 0
     """That it had when `speeds` were true."""
+    num_leaving: int = 0
+    """Chosen for it at this very moment, and not among `num_requests` yet. They spread by load; what they will leave of
+    its speed isn't known, and choices of one request are not refused for one another."""
+
+    @property
+    def load(self) -> int:
+        return self.num_requests + self.num_leaving
 
     def expected_speed(self, tier: int) -> float | None:
         """What one more request gets now. Those that came since are taken to share what there was: at worst they do."""
@@ -65,7 +72,7 @@ def route(
     if not min_tokens_per_second:
         return Route(_by_load(loads, range(len(loads)), known, key), True)
     failing = [i for i in range(len(loads)) if i not in keeping and i not in unknown]
-    failing.sort(key=lambda i: (-(speeds[i] or 0.0), loads[i].num_requests))
+    failing.sort(key=lambda i: (-(speeds[i] or 0.0), loads[i].load))
     order = (*_by_load(loads, keeping, known, key), *_by_load(loads, unknown, known, key), *failing)
     return Route(order, True if keeping else None if unknown else False)
 
@@ -75,13 +82,13 @@ def _by_load(
 ) -> tuple[int, ...]:
     if not places:
         return ()
-    least = min(loads[i].num_requests for i in places)
+    least = min(loads[i].load for i in places)
     near = least + max(1, NEAR_TIE * least)
 
     def rank(i: int) -> tuple[float, int, int]:
         load = loads[i]
-        if load.num_requests > near:
-            return load.num_requests, 0, 0
+        if load.load > near:
+            return load.load, 0, 0
         return 0.0, -known.get(load.name, 0), zlib.crc32(f"{load.name} {key}".encode())
 
     return tuple(sorted(places, key=rank))

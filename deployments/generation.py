@@ -87,7 +87,8 @@ class Generation:
         self._tier = tier
         self._num_prompt_tokens = num_prompt_tokens
         self._arrived_at = arrived_at
-        self._failed = False
+        self._ended: Ended | None = "left"
+        """How choices that have not finished end; None: what was asked is impossible, which breaks no promise."""
 
     async def whole(self) -> Json:
         """The finished answer."""
@@ -159,7 +160,7 @@ class Generation:
 
     def _fail(self, error: Exception) -> None:
         """The service's fault, unless what was asked is impossible: promises are broken, not given up by a client."""
-        self._failed = not isinstance(error, InvalidRequestError)
+        self._ended = None if isinstance(error, InvalidRequestError) else "failed"
 
     def _close(self) -> None:
         self._streams.close()
@@ -169,15 +170,14 @@ class Generation:
             if self._streams.is_open:
                 progress.finish_reason = "abort"
                 self._observe(progress)
-            elif self._failed:
-                self._judge(progress, "failed")
+            elif self._ended is not None:  # no engine had it yet: it is no request of theirs, but it was promised
+                self._judge(progress, self._ended)
 
     def _observe(self, progress: Progress) -> None:
         first, seconds = progress.first_token_at, time.monotonic() - self._arrived_at
         ttft = None if first is None else first - self._arrived_at
         self._metrics.observe_request(progress.finish_reason or "abort", ttft, seconds, progress.num_tokens)
-        left: Ended = "failed" if self._failed else "left"
-        self._judge(progress, left if progress.finish_reason == "abort" else "finished")
+        self._judge(progress, (self._ended or "left") if progress.finish_reason == "abort" else "finished")
 
     def _judge(self, progress: Progress, ended: Ended) -> None:
         broken = judge(self._tier, progress.delivered(self._arrived_at, time.monotonic()), ended)

@@ -285,7 +285,8 @@ class Ingress:
         self._keys.check(request)
         body = parse_body(await self._read(request), schema)
         self._check_model(body.model)
-        header = request.headers.get(TIER_HEADER)
+        headers = request.headers.getlist(TIER_HEADER)  # HTTP: lines of one name are one list; no tier is named so
+        header = ", ".join(headers) if headers else None
         return body, tier_of(body, header, self._tier_names, self._config.default_tier)
 
     async def _read(self, request: Request) -> bytes:

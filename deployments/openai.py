@@ -21,6 +21,8 @@ MAX_STOP_LENGTH = 256
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
 TIER_HEADER = "x-dspark-tier"
+MAX_SHOWN = 64
+"""Characters of a wrong name in the error that refuses it: names may be as long as a body."""
 
 INFORMATIONAL = frozenset({"user", "safety_identifier", "metadata", "prompt_cache_key"})
 """Fields that by OpenAI's own definition never change an answer: labels of the caller's own. Accepted, no effect."""
@@ -180,13 +182,14 @@ BodyT = TypeVar("BodyT", ChatRequest, CompletionRequest)
 def parse_body(body: bytes, schema: type[BodyT]) -> BodyT:
     """The request in a JSON body. Raises InvalidRequestError naming the first offending field."""
     try:
-        values = json.loads(body, parse_constant=_refuse_constant)
+        given: Any = json.loads(body, parse_constant=_refuse_constant)
+        json.dumps(given, ensure_ascii=False).encode()  # fails for half a surrogate pair, which is no text
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError("body", f"is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
+    if not isinstance(given, dict):
         raise InvalidRequestError("body", "must be a JSON object")
     known = schema.model_fields.keys()
-    values = {name: value for name, value in values.items() if name in known or not _asks_for_nothing(name, value)}
+    values = {name: value for name, value in given.items() if name in known or not _asks_for_nothing(name, value)}
     try:
         return schema.model_validate(values)
     except ValidationError as error:
@@ -248,13 +251,19 @@ def tier_of(body: Body, header: str | None, names: Sequence[str], default: int) 
     """
     asked = body.dspark.tier if body.dspark else None
     if asked is not None and header is not None and asked != header:
-        raise InvalidRequestError("dspark.tier", f"is {asked!r}, but the header {TIER_HEADER} says {header!r}")
+        raise InvalidRequestError(
+            "dspark.tier", f"is {_shown(asked)}, but the header {TIER_HEADER} says {_shown(header)}"
+        )
     name, field_name = (asked, "dspark.tier") if asked is not None else (header, TIER_HEADER)
     if name is None:
         return default
     if name not in names:
-        raise InvalidRequestError(field_name, f"{name!r} is no tier of this server, which has {', '.join(names)}")
+        raise InvalidRequestError(field_name, f"{_shown(name)} is no tier of this server, which has {', '.join(names)}")
     return names.index(name)
+
+
+def _shown(name: str) -> str:
+    return repr(name if len(name) <= MAX_SHOWN else name[:MAX_SHOWN] + "..")
 
 
 def to_choices(

@@ -10,8 +10,9 @@ is for its own request. Serve's own look-up, by the id of the HTTP request, woul
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 from ray.serve.config import RequestRouterConfig
@@ -24,7 +25,9 @@ RETRY_AFTER_SECONDS = 2.0
 """What a refused client is told: about when the replicas' news will be others."""
 NEWS_PERIOD_SECONDS = 0.5
 WAIT_SECONDS = 0.05
-"""Longest between two looks at the replicas' news."""
+"""Longest of Serve's own pauses before it asks again."""
+HOLD_SECONDS = 0.2
+"""One that waits for a promise looks at the replicas' news so often, and when its time is over."""
 MAX_WAITING = 1_000_000
 
 
@@ -33,6 +36,8 @@ class TierRouter(RequestRouter):  # type: ignore[misc]
 
     def initialize_state(self) -> None:
         self._memory = PrefixMemory()
+        self._bound: dict[asyncio.Future[Any], ReplicaID] = {}
+        self._num_bound: Counter[ReplicaID] = Counter()
 
     @property
     def max_num_routing_tasks(self) -> int:
@@ -46,10 +51,13 @@ class TierRouter(RequestRouter):  # type: ignore[misc]
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
         ticket: Ticket | None = pending_request.kwargs.get("ticket")
+        self._unbind(pending_request.future)
         chosen = self._route(candidate_replicas, ticket)
         if ticket is not None:
-            if ticket.holds(chosen.met, time.monotonic()):
+            now = time.monotonic()
+            if ticket.holds(chosen.met, now):
                 ticket.outcome = "waited"
+                await asyncio.sleep(min(HOLD_SECONDS, ticket.wait_until - now))  # many that wait cost others time
                 return []
             if ticket.sheds(chosen.met):
                 self._refuse(pending_request, ticket)
@@ -59,6 +67,7 @@ class TierRouter(RequestRouter):  # type: ignore[misc]
                 ticket.outcome = "unmet"
             elif ticket.outcome != "waited":
                 ticket.outcome = "met"
+        self._bind(pending_request.future, candidate_replicas[chosen.order[0]].replica_id)
         return [[candidate_replicas[i]] for i in chosen.order]
 
     def _route(self, replicas: list[RunningReplica], ticket: Ticket | None) -> Route:
@@ -73,7 +82,25 @@ class TierRouter(RequestRouter):  # type: ignore[misc]
         """Serve's count, which only this process's own requests keep fresh, or the engine's, which is somewhat old."""
         news: dict[str, Any] = replica.routing_stats
         counted, then = self.replica_queue_len_cache.get(replica.replica_id) or 0, int(news.get("num_requests", 0))
-        return ReplicaLoad(_name(replica.replica_id), max(counted, then), tuple(news.get("speeds", ())), then)
+        speeds, num_leaving = tuple(news.get("speeds", ())), self._num_bound[replica.replica_id]
+        return ReplicaLoad(_name(replica.replica_id), max(counted, then), speeds, then, num_leaving)
+
+    def _bind(self, future: asyncio.Future[Any], replica_id: ReplicaID) -> None:
+        """Serve counts a request once it is sent. Choices of one HTTP request are routed at one moment, before that:
+        all of them would choose the same replica."""
+        if future.done():  # refused
+            return
+        self._bound[future] = replica_id
+        self._num_bound[replica_id] += 1
+        future.add_done_callback(self._unbind)  # comes after the one that wakes whoever sends it
+
+    def _unbind(self, future: asyncio.Future[Any]) -> None:
+        replica_id = self._bound.pop(future, None)
+        if replica_id is not None:
+            future.remove_done_callback(self._unbind)
+            self._num_bound[replica_id] -= 1
+            if not self._num_bound[replica_id]:
+                del self._num_bound[replica_id]
 
     def _refuse(self, pending: PendingRequest, ticket: Ticket) -> None:
         pending.future.set_exception(TierUnmetError(ticket.tier.name, RETRY_AFTER_SECONDS))

@@ -21,21 +21,29 @@ COLUMNS = ("replica", "mode", "running", "waiting", "cap", "why", "tok/s", "pred
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the application answers")
-    parser.add_argument("--api-key-file", type=Path, help="one of the accepted keys")
+    parser.add_argument("--api-key-file", type=Path, help="accepted keys, one a line: the first is shown")
     options = parser.parse_args()
-    request = urllib.request.Request(options.url.rstrip("/") + PATH)
-    if options.api_key_file:
-        request.add_header("Authorization", f"Bearer {options.api_key_file.read_text().strip()}")
     try:
+        request = urllib.request.Request(options.url.rstrip("/") + PATH)
+        if options.api_key_file:
+            request.add_header("Authorization", f"Bearer {_first_key(options.api_key_file)}")
         with urllib.request.urlopen(request, timeout=10) as response:
             print(table(json.load(response)))
     except urllib.error.HTTPError as error:
         print(f"{error.code}: {error.read().decode(errors='replace')}", file=sys.stderr)
         return 1
-    except OSError as error:
+    except (OSError, ValueError) as error:  # not reached, no such file, no URL, or no JSON
         print(f"{options.url}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _first_key(file: Path) -> str:
+    """A file of keys is what the server takes, too."""
+    keys = [line.strip() for line in file.read_text().splitlines() if line.strip()]
+    if not keys:
+        raise ValueError(f"{file} holds no key")
+    return keys[0]
 
 
 def table(fleet: dict[str, Any]) -> str:

@@ -196,7 +196,11 @@ def test_informational_fields_change_nothing(name: str) -> None:
     assert chat(**{name: "x"}) == chat()
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff", b"[" * 100_000, b'{"model": NaN}'])
+HALF_PAIR = b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}'
+"""JSON can say what no text can hold; tokenizers can't take it."""
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff", b"[" * 100_000, b'{"model": NaN}', HALF_PAIR])
 def test_bad_json(body: bytes) -> None:
     with pytest.raises(InvalidRequestError) as raised:
         parse_body(body, ChatRequest)
@@ -226,6 +230,8 @@ def test_a_tier_is_named_in_body_or_header(options: object, header: str | None, 
     [
         ({"tier": "gold"}, None, "dspark.tier", "'gold' is no tier of this server, which has slow, fast"),
         (None, "gold", "x-dspark-tier", "'gold' is no tier of this server, which has slow, fast"),
+        (None, "x" * 9999, "x-dspark-tier", f"'{'x' * 64}..' is no tier of this server"),
+        (None, "slow, fast", "x-dspark-tier", "'slow, fast' is no tier of this server"),
         (None, "", "x-dspark-tier", "'' is no tier of this server"),
         ({"tier": "slow"}, "fast", "dspark.tier", "is 'slow', but the header x-dspark-tier says 'fast'"),
     ],

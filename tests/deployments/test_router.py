@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +108,24 @@ async def test_good_news_ends_the_wait() -> None:
     assert fleet.outcomes == ["waited"]
 
 
+async def test_who_waits_looks_rarely_and_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand that wait share the event loop with everybody else."""
+    fleet, looks = Fleet(replica("a", 5.0)), 0
+    look = fleet.router._route
+
+    def counted(*args: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return look(*args)
+
+    monkeypatch.setattr(fleet.router, "_route", counted)
+    asked = fleet.ask(SERVE, wait_seconds=1.0)
+    await asyncio.sleep(0.9)
+    assert not asked.done() and 2 <= looks <= 8
+    assert await asked == "a"
+    assert fleet.outcomes == ["unmet"]
+
+
 async def test_many_that_wait_hold_up_nobody_and_leave_no_trace() -> None:
     fleet = Fleet(replica("a", 5.0))
     waiting = [fleet.ask(SHED, wait_seconds=1000.0, internal_id=str(i)) for i in range(100)]
@@ -129,6 +148,28 @@ async def test_choices_of_one_http_request_share_its_id_and_not_their_places() -
     async with asyncio.timeout(60):
         assert len(await asyncio.gather(*asked)) == 20
     assert fleet.outcomes == ["met"] * 10
+
+
+async def test_choices_of_one_moment_spread() -> None:
+    """Serve counts none of them before the last has chosen."""
+    fleet = Fleet(replica("a", 20.0), replica("b", 20.0))
+    asked = [fleet.ask(FREE, internal_id="one") for _ in range(20)]
+    assert set(Counter(await asyncio.gather(*asked)).values()) <= {9, 10, 11}
+    promised = [fleet.ask(SHED, internal_id="one") for _ in range(20)]
+    assert set(Counter(await asyncio.gather(*promised)).values()) <= {9, 10, 11}, "and don't refuse one another"
+    assert not fleet.router._bound and not fleet.router._num_bound
+
+
+async def test_who_leaves_while_all_are_full_is_counted_nowhere() -> None:
+    full = replica("full", 20.0, FULL)
+    fleet = Fleet(full)
+    asked = fleet.ask(FREE)
+    await asyncio.sleep(0.1)
+    assert fleet.router._num_bound == {full.replica_id: 1}
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    await asyncio.sleep(0)
+    assert not fleet.router._bound and not fleet.router._num_bound
 
 
 async def test_a_full_replica_is_passed_over() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ from cluster.budget import encode_survival
 from cluster.messages import BudgetLease, LoadReport, SlaTier
 from cluster.roster import Experience, Member, Roster
 from cluster.sps import CostCurve, DraftSample, Provenance, VerifySample
-from ops.explain import table
+from ops.explain import main, table
 
 HERE = Provenance(model="tiny", dtype="float32", device="test", num_threads=1, versions="none", date="2026-01-01")
 TIERS = (SlaTier("standard"), SlaTier("fast", min_tokens_per_second=0.7, weight=20.0))
@@ -95,3 +98,47 @@ def test_the_table_has_a_line_for_each_engine_and_says_why() -> None:
     for engine in told["engines"]:
         assert np.isfinite(engine["predicted_tokens_per_second"])
         assert engine["predicted_tokens_per_second"] >= engine["predicted_plain_tokens_per_second"] > 0
+
+
+class Fleet(BaseHTTPRequestHandler):
+    """Answers who shows the first key."""
+
+    def do_GET(self) -> None:
+        accepted = self.headers["Authorization"] == "Bearer first"
+        body = json.dumps({"tiers": [], "engines": [], "scheduler_age_seconds": 1.0} if accepted else {}).encode()
+        self.send_response(200 if accepted else 401)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_the_servers_own_key_file_will_do_and_mistakes_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Fleet)
+    Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    keys, empty = tmp_path / "keys", tmp_path / "empty"
+    keys.write_text("first\nsecond\n")
+    empty.write_text("\n")
+
+    def explain(*arguments: str) -> int:
+        monkeypatch.setattr("sys.argv", ["explain", *arguments])
+        return main()
+
+    try:
+        assert explain("--url", url, "--api-key-file", str(keys)) == 0
+        assert "0 engines, a scheduler of 1 s" in capsys.readouterr().out
+        for arguments, told in (
+            (("--url", url), "401"),
+            (("--url", url, "--api-key-file", str(empty)), "holds no key"),
+            (("--url", url, "--api-key-file", str(tmp_path / "none")), "No such file"),
+            (("--url", "127.0.0.1:8000"), "127.0.0.1:8000"),
+        ):
+            assert explain(*arguments) == 1
+            assert told in capsys.readouterr().err
+    finally:
+        server.shutdown()
+        server.server_close()
