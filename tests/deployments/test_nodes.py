@@ -178,8 +178,11 @@ def expected(pair: Server, llama: TinyModel) -> list[Answer | BaseException]:
     return undisturbed(pair, llama)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-@pytest.mark.parametrize("actor", ["EngineActor", "Follower"])
+@pytest.mark.parametrize(
+    ("actor", "how"),
+    [("EngineActor", signal.SIGKILL), ("Follower", signal.SIGSTOP)],
+    ids=["leader killed", "follower frozen"],
+)
 def test_streams_outlive_a_rank(
     nodes: Nodes, pair: Server, expected: list[Answer | BaseException], actor: str, how: signal.Signals
 ) -> None:

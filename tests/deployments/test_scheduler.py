@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +22,8 @@ from ops.explain import table
 
 pytestmark = pytest.mark.server
 
-MODEL = "tiny"
-NUM_TOKENS = 200
+APPLICATION, MODEL = "fleet", "tiny"
+NUM_TOKENS = 120
 NUM_REQUESTS = 8
 
 
@@ -55,17 +56,40 @@ def llama(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> TinyM
 
 
 @pytest.fixture(scope="module")
-def pair(serve_port: int, llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def strangers() -> set[psutil.Process]:
+    """Engines of other tests' applications, which go on running."""
+    return set(actor_processes("EngineActor"))
+
+
+@pytest.fixture(scope="module")
+def pair(
+    serve_port: int, llama: TinyModel, strangers: set[psutil.Process], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     """Two replicas and their scheduler."""
     curve = tmp_path_factory.mktemp("curve") / "curve.json"
     settings = args(llama, 2, curve)
     keep_curve(curve, settings)
-    with application(serve_port, "fleet", "/fleet", settings) as running:
+    with application(serve_port, APPLICATION, "/fleet", settings) as running:
         yield running
 
 
 def scheduler_processes() -> list[psutil.Process]:
-    return actor_processes("ConfidenceScheduler")
+    """Those of this application: Serve tells them its name. One that is being replaced may still be among them."""
+    found = []
+    for process in actor_processes("ConfidenceScheduler"):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if process.environ().get("RAY_SERVE_INTERNAL_DEPLOYMENT_APP_NAME") == APPLICATION:
+                found.append(process)
+    return found
+
+
+def the_scheduler() -> psutil.Process:
+    eventually(lambda: len(scheduler_processes()) == 1, "there is one scheduler")
+    return scheduler_processes()[0]
+
+
+def engines(strangers: set[psutil.Process]) -> set[psutil.Process]:
+    return set(actor_processes("EngineActor")) - strangers
 
 
 def steps(server: Server, mode: SchedulerMode) -> float:
@@ -130,18 +154,17 @@ async def load_while_killing(server: Server, kills: int) -> list[int]:
     return counts
 
 
-def test_killed_again_and_again_under_load_no_request_fails(pair: Server) -> None:
-    replicas = {process.pid for process in actor_processes("EngineActor")}
+def test_killed_again_and_again_under_load_no_request_fails(pair: Server, strangers: set[psutil.Process]) -> None:
+    before = engines(strangers)
     local = steps(pair, "local")
     assert set(asyncio.run(load_while_killing(pair, kills=3))) == {NUM_TOKENS}
     eventually(lambda: steps(pair, "local") > local, "engines decided for themselves")
     eventually(lambda: leased(pair), "another scheduler's leases decide steps")
-    assert {process.pid for process in actor_processes("EngineActor")} == replicas, "no engine was touched"
+    assert engines(strangers) == before, "no engine was touched"
 
 
 def test_a_frozen_scheduler_holds_nobody_up(pair: Server) -> None:
-    eventually(lambda: bool(scheduler_processes()), "there is a scheduler")
-    [process] = scheduler_processes()
+    process = the_scheduler()
     process.suspend()
     try:
         local = steps(pair, "local")
@@ -153,20 +176,20 @@ def test_a_frozen_scheduler_holds_nobody_up(pair: Server) -> None:
     eventually(lambda: leased(pair), "leases decide steps again")
 
 
-def test_a_replica_leaves_and_another_joins(pair: Server) -> None:
-    victim = actor_processes("EngineActor")[0]
+def test_a_replica_leaves_and_another_joins(pair: Server, strangers: set[psutil.Process]) -> None:
+    victim = engines(strangers).pop()
     victim.send_signal(signal.SIGKILL)
-    eventually(lambda: len(actor_processes("EngineActor")) == 2 and not victim.is_running(), "the replica is replaced")
+    eventually(lambda: len(engines(strangers)) == 2 and not victim.is_running(), "the replica is replaced")
     eventually(lambda: pair.metric("dspark_scheduler_engines") == 2, "the lost one is forgotten, the new one known")
     eventually(lambda: leased(pair), "leases decide steps")
 
 
 def test_the_controller_may_die_too(pair: Server) -> None:
-    [scheduler] = scheduler_processes()
+    scheduler = the_scheduler()
     controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     ray.kill(controller, no_restart=False)
     assert asyncio.run(load(pair)) == [NUM_TOKENS] * NUM_REQUESTS
-    eventually(lambda: serve.status().applications["fleet"].status == "RUNNING", "Serve is back")
+    eventually(lambda: serve.status().applications[APPLICATION].status == "RUNNING", "Serve is back")
     assert scheduler.is_running(), "it is adopted, not replaced"
     eventually(lambda: leased(pair), "leases decide steps")
     scheduler.kill()
