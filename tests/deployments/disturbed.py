@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from conftest import Server, eventually
-from tiny_models import TinyModel
+from tiny_models import TinyModel, model_args
 
 MODEL = "tiny"
 NUM_TOKENS = 300
@@ -20,19 +20,14 @@ Answer = tuple[str, int]
 def args(model: TinyModel, num_cpus: float, **engine_kwargs: Any) -> dict[str, Any]:
     """Two replicas, in fp32 so that texts can be compared."""
     return {
-        "model_loading_config": {"model_id": MODEL, "model_source": str(model.folder)},
-        "engine_kwargs": {
-            "drafter_source": str(model.drafter_folder),
-            "dtype": "float32",
-            "num_threads": 1,
-            "max_model_len": 512,
-            "max_num_seqs": len(PROMPTS),
-            "max_num_batched_tokens": 128,
-            "num_kv_blocks": 512,
-            "speculation": "fixed",
-            "collective_timeout_s": 10,
+        **model_args(
+            model,
+            MODEL,
+            max_num_seqs=len(PROMPTS),
+            speculation="fixed",
+            collective_timeout_s=10,
             **engine_kwargs,
-        },
+        ),
         "deployment_config": {
             "num_replicas": 2,
             "ray_actor_options": {"num_cpus": num_cpus},

@@ -15,7 +15,7 @@ import pytest
 import ray
 from conftest import Server, actor_processes, application, eventually
 from ray import serve
-from tiny_models import TinyModel, keep_curve, tiny_llama
+from tiny_models import TinyModel, keep_curve, model_args, tiny_llama
 
 from cluster.messages import SchedulerMode
 from ops.explain import table
@@ -29,18 +29,7 @@ NUM_REQUESTS = 8
 
 def args(model: TinyModel, num_replicas: int, curve: Path, **engine_kwargs: Any) -> dict[str, Any]:
     return {
-        "model_loading_config": {"model_id": MODEL, "model_source": str(model.folder)},
-        "engine_kwargs": {
-            "drafter_source": str(model.drafter_folder),
-            "dtype": "float32",
-            "num_threads": 1,
-            "max_model_len": 512,
-            "max_num_seqs": 16,
-            "max_num_batched_tokens": 128,
-            "num_kv_blocks": 512,
-            "cost_curve_path": str(curve),
-            **engine_kwargs,
-        },
+        **model_args(model, MODEL, cost_curve_path=str(curve), **engine_kwargs),
         "deployment_config": {
             "num_replicas": num_replicas,
             "graceful_shutdown_timeout_s": 1.0,

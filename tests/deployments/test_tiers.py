@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 from conftest import Server, application, eventually
-from tiny_models import TinyModel, keep_curve, tiny_llama
+from tiny_models import TinyModel, keep_curve, model_args, tiny_llama
 
 pytestmark = pytest.mark.server
 
@@ -31,17 +31,7 @@ TIERS: list[dict[str, Any]] = [
 
 def args(model: TinyModel, curve: Path) -> dict[str, Any]:
     return {
-        "model_loading_config": {"model_id": MODEL, "model_source": str(model.folder)},
-        "engine_kwargs": {
-            "drafter_source": str(model.drafter_folder),
-            "dtype": "float32",
-            "num_threads": 1,
-            "max_model_len": 512,
-            "max_num_seqs": 16,
-            "max_num_batched_tokens": 128,
-            "num_kv_blocks": 512,
-            "cost_curve_path": str(curve),
-        },
+        **model_args(model, MODEL, cost_curve_path=str(curve)),
         "deployment_config": {"num_replicas": 2, "graceful_shutdown_timeout_s": 1.0},
         "http_config": {"submit_timeout_s": 200},
         "sla_tiers": TIERS,

@@ -106,3 +106,20 @@ def keep_curve(path: Path, settings: dict[str, Any]) -> None:
     CostCurve.fit(samples, [DraftSample(1, 0.01), DraftSample(16, 0.01)], _provenance(config, Shard.load(config))).save(
         path
     )
+
+
+def model_args(model: TinyModel, model_id: str, **engine_kwargs: Any) -> dict[str, Any]:
+    """The part of an application's `args` that says what is served; in float32, so that texts can be compared."""
+    return {
+        "model_loading_config": {"model_id": model_id, "model_source": str(model.folder)},
+        "engine_kwargs": {
+            "drafter_source": str(model.drafter_folder),
+            "dtype": "float32",
+            "num_threads": 1,
+            "max_model_len": 512,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 128,
+            "num_kv_blocks": 512,
+            **engine_kwargs,
+        },
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,8 @@ from drafter.target import Target
 VOCABULARY = 97
 
 
-@pytest.fixture(scope="session")
-def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    torch.manual_seed(0)
-    config = LlamaConfig(
+def tiny_config(**changes: Any) -> LlamaConfig:
+    return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=96,
@@ -31,8 +30,14 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
         tie_word_embeddings=True,
         bos_token_id=1,
         eos_token_id=2,
+        **changes,
     )
-    model = LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_config()).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from drafter import inspection
 from drafter.checkpoint import load_drafter, save_checkpoint
@@ -21,7 +21,7 @@ from drafter.inspection import calibration_table, check_taps, tap_overlaps
 from drafter.supervision import FeatureMemory
 from drafter.target import Target
 from drafter.train import Trainer
-from tests.drafter.conftest import VOCABULARY, drafter_config, random_drafter
+from tests.drafter.conftest import VOCABULARY, drafter_config, random_drafter, tiny_config
 
 
 def inspect(folder: Path) -> None:
@@ -57,20 +57,7 @@ def test_an_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
 def layered_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     """Weights so large that neighbouring layers really differ."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(tiny_config(initializer_range=0.1)).eval()
     folder = tmp_path_factory.mktemp("layered-target")
     model.save_pretrained(folder)
     return Target(model, SimpleNamespace(eos_token_id=2, chat_template=""), folder)
