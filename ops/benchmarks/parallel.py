@@ -16,6 +16,7 @@ import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.multiprocessing as mp
@@ -26,8 +27,9 @@ from cluster.messages import Span
 from cluster.models.loader import load_decoder
 from cluster.shard import Shard
 from drafter.source import resolve_source
+from ops.benchmarks import report
 
-REPEATS = 9
+REPEATS = 25
 TIMEOUT_SECONDS = 120.0
 BLOCK_SIZE = 16
 
@@ -109,12 +111,14 @@ def measure(shard: Shard, tokens: int, megabytes: float) -> Result:
     )
 
 
-def run_shape(shape: str, options: argparse.Namespace, output: Path) -> list[Result]:
+def run_shape(shape: str, options: argparse.Namespace) -> list[Result]:
     """All ranks of "DPxTP", each in a fresh process."""
     dp, tp = map(int, shape.split("x"))
     parallel = ParallelConfig(data_parallel_size=dp, tensor_parallel_size=tp)
-    mp.spawn(run_rank, (parallel, free_address(), options, str(output)), nprocs=parallel.world_size)
-    return [Result(**record) for record in json.loads(output.read_text())]
+    with TemporaryDirectory() as folder:
+        output = Path(folder) / "results.json"
+        mp.spawn(run_rank, (parallel, free_address(), options, str(output)), nprocs=parallel.world_size)
+        return [Result(**record) for record in json.loads(output.read_text())]
 
 
 def table(results: list[Result]) -> str:
@@ -136,13 +140,15 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 64], help="rows of each replica's step")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of each rank")
-    parser.add_argument("--json", type=Path, default=Path("parallel.json"), help="where the results go")
+    parser.add_argument("--json", type=Path, help="also write the results there")
     options = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     resolve_source(options.model)  # once, before the ranks would all fetch it
-    results = [result for shape in options.shapes for result in run_shape(shape, options, options.json)]
-    options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    results = [result for shape in options.shapes for result in run_shape(shape, options)]
     print(table(results))
+    if options.json:
+        record = {**report.provenance(), "dtype": options.dtype, "threads": options.threads}
+        options.json.write_text(json.dumps({**record, "rows": [asdict(result) for result in results]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
