@@ -53,9 +53,9 @@ def decode_seconds(curve: CostCurve, running: int, others: int, num_drafts: Arra
     That is spent whatever is drafted. Were it counted, a step with a long prompt would make drafts look cheap, though
     what they cost comes on top.
     """
-    seconds = curve.step_seconds(running + others + np.asarray(num_drafts), context_tokens)
-    anchors, with_prompts = curve.step_seconds([running, running + others], context_tokens)
-    return np.asarray(seconds - (with_prompts - anchors))
+    rows = np.append([running, running + others], running + others + np.asarray(num_drafts))
+    seconds = curve.step_seconds(rows, context_tokens)
+    return np.asarray(seconds[2:] - (seconds[1] - seconds[0])).reshape(np.shape(num_drafts))
 
 
 def everything_admitted(report: LoadReport, curve: CostCurve, tiers: Sequence[SlaTier] = ()) -> bool:

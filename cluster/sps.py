@@ -252,7 +252,7 @@ def _isotonic(values: Array) -> Array:
 def _interpolate(grid: Array, values: Array, at: Array) -> Array:
     """Linear inside the grid, constant before it, the last slope after it."""
     inside = np.interp(at, grid, values)
-    if len(grid) == 1:
+    if len(grid) == 1 or at.max(initial=0) <= grid[-1]:
         return np.asarray(inside)
     slope = (values[-1] - values[-2]) / (grid[-1] - grid[-2])
     return np.asarray(inside + slope * np.maximum(at - grid[-1], 0))
