@@ -23,7 +23,7 @@ from cluster import fleet
 from cluster.budget import survival_levels
 from cluster.messages import BudgetLease, LoadReport, SchedulerMode, SlaTier
 from cluster.roster import Company, Entry, Roster
-from cluster.speeds import expected_rate
+from cluster.speeds import expected_rate, speeds
 
 Binding = Literal["idle", "prompts", "load", "rows", "cost", "promises", "group", "alone"]
 
@@ -48,6 +48,7 @@ class EngineAccount:
     epoch: int | None
     floors: tuple[float, ...]
     speeds: tuple[float, ...]
+    """By tier: tokens per second that one more request would get."""
     binding: Binding
     predicted_tokens_per_second: float
     """Of steps under this lease, by the cost curve and the expected survivals."""
@@ -79,9 +80,12 @@ def account(roster: Roster, now: float, age_seconds: float) -> FleetAccount:
 
 def _engine(entry: Entry, company: Company | None, now: float) -> EngineAccount:
     member, report, lease = entry.member, entry.report, entry.lease
-    rates = [0.0, 0.0]
+    rates: list[float] = [0.0, 0.0]
+    newcomers: tuple[float, ...] = ()
     if report is not None:
         rates = [expected_rate(report, each, member.curve) for each in (lease or BudgetLease(0), BudgetLease(0))]
+    if report is not None and lease is not None:
+        newcomers = speeds(report, lease, member.curve, member.tiers, member.max_num_seqs)
     return EngineAccount(
         replica=member.replica,
         engine=member.engine,
@@ -95,7 +99,7 @@ def _engine(entry: Entry, company: Company | None, now: float) -> EngineAccount:
         padded_tokens=lease.padded_tokens if lease else None,
         epoch=lease.epoch if lease else None,
         floors=lease.floors if lease else (),
-        speeds=lease.speeds if lease else (),
+        speeds=newcomers,
         binding=binding(report, lease, company),
         predicted_tokens_per_second=rates[0],
         predicted_plain_tokens_per_second=rates[1],

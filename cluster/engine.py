@@ -119,12 +119,9 @@ class Engine:
         """Of the last step. From any thread."""
         return self._scheduler.last_report
 
-    def speeds(self) -> tuple[float, ...]:
-        """By tier (one number without tiers): tokens per second that one more request would get. From any thread.
-
-        The fleet's scheduler says it; without a lease the engine reckons for itself. () where nothing is scheduled.
-        """
-        return self._scheduler.speeds(self.clock())
+    def outlook(self) -> tuple[tuple[float, ...], tuple[int, ...]]:
+        """`speeds` and `rooms` of EngineHealth, under the lease that the engine has. From any thread."""
+        return self._scheduler.outlook(self.clock())
 
     @property
     def has_work(self) -> bool:

@@ -215,6 +215,7 @@ class EngineActor:
             return EngineHealth(alive=not self._reason, ready=False, seconds_since_last_step=0.0, reason=self._reason)
         engine = self._engine.result()
         waited = time.monotonic() - self._last_step if engine.has_work else 0.0
+        speeds, rooms = engine.outlook()
         return EngineHealth(
             alive=True,
             ready=True,
@@ -222,7 +223,8 @@ class EngineActor:
             num_running=engine.num_running,
             num_waiting=engine.num_waiting,
             num_free_kv_blocks=engine.num_free_kv_blocks,
-            speeds=engine.speeds(),
+            speeds=speeds,
+            rooms=rooms,
         )
 
     async def advise(self, scheduler: Any, replica: str) -> None:

@@ -16,7 +16,7 @@ from cluster.bypass import Returns, Round
 from cluster.config import EngineConfig
 from cluster.leases import Offer, Offers
 from cluster.messages import BudgetLease, CostCurveError, LoadReport, SchedulerMode, SlaTier, StepResult
-from cluster.speeds import speeds
+from cluster.speeds import rooms, speeds
 from cluster.sps import CostCurve
 
 UNLIMITED = BudgetLease(cap=2**31)
@@ -82,15 +82,15 @@ class LocalScheduler:
             step=-1, num_prefill_tokens=0, context_tokens=0, num_waiting=0, drafted=False, newcomer=self._newcomer()
         )
 
-    def speeds(self, now: float) -> tuple[float, ...]:
-        """By tier: tokens per second that one more request would get. () where nothing is scheduled."""
+    def outlook(self, now: float) -> tuple[tuple[float, ...], tuple[int, ...]]:
+        """By tier: `speeds.speeds` and `speeds.rooms`. Both () where nothing is scheduled."""
         if self._curve is None:
-            return ()
+            return (), ()
         report = self.last_report
         offer = self._offers.current(report.step, now)
-        if offer is not None:
-            return offer.lease.speeds
-        return speeds(report, self._last_lease, self._curve, self._tiers, self._config.max_num_seqs)
+        lease = offer.lease if offer is not None else self._last_lease
+        known = report, lease, self._curve, self._tiers, self._config.max_num_seqs
+        return speeds(*known), rooms(*known)
 
     def offer(self, offer: Offer) -> None:
         """The fleet's scheduler answered. From any thread; the step thread takes it when it is due."""

@@ -194,8 +194,6 @@ class BudgetLease:
     """Rows that each rank of a lockstep group computes per step, used or not; 0 for an engine that steps alone."""
     floors: tuple[float, ...] = ()
     """By SLA tier: tokens that a request must get from each step to keep its promised speed."""
-    speeds: tuple[float, ...] = ()
-    """By SLA tier: tokens per second that one more request of it would get from this engine."""
     temperatures: tuple[float, ...] = ()
     """By slot: what the confidence head's logits are to be divided by. Empty: the engine keeps what it has."""
     epoch: int = 0
@@ -321,4 +319,6 @@ class EngineHealth:
     num_free_kv_blocks: int = 0
     speeds: tuple[float, ...] = ()
     """By SLA tier (one number without tiers): tokens per second that one more request would get. Empty: unknown."""
+    rooms: tuple[int, ...] = ()
+    """Likewise: how many more requests would get the speed that the tier promises."""
     reason: str = ""

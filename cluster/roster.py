@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeAlias
 
 from cluster import fleet
 from cluster.calibration import Evidence, refit
 from cluster.fleet import Group
 from cluster.messages import BudgetLease, LoadReport, SchedulerMode, SlaTier
-from cluster.speeds import speeds
 from cluster.sps import CostCurve
 
 SILENT_SECONDS = 3.0
@@ -88,6 +88,8 @@ class Entry:
     member: Member
     said_seconds: float
     report: LoadReport | None = None
+    has_news: bool = False
+    """Its report isn't answered yet."""
     experience: Experience = Experience()
     lease: BudgetLease | None = None
 
@@ -116,7 +118,7 @@ class Roster:
         entry = self.entries.get(engine)
         if entry is None:
             return False
-        entry.report, entry.said_seconds = report, now
+        entry.report, entry.has_news, entry.said_seconds = report, True, now
         entry.experience = experience.after(entry.experience)
         return True
 
@@ -137,27 +139,25 @@ class Roster:
         return entry.lease if entry else None
 
     def allocate(self) -> int:
-        """New leases for everybody who can have one; returns how many."""
+        """New leases for everybody who said something since the last ones and can have one; returns how many."""
         num_leases = 0
-        waiting = set(self.entries)
+        alone = set(self.entries)
         for tiers, companies in self.companies():
-            groups = [_group(company) for company in companies]
-            for company, leases in zip(companies, fleet.allocate(groups, tiers), strict=True):
-                for entry, lease in zip(company, leases, strict=True):
-                    entry.lease = self._published(entry, lease)
-                    waiting.discard(entry.member.engine)
-                    num_leases += 1
-        for engine in waiting:
+            alone.difference_update(entry.member.engine for company in companies for entry in company)
+            asking = [company for company in companies if any(entry.has_news for entry in company)]
+            leases = fleet.allocate([_group(company) for company in asking], tiers)
+            for entry, lease in zip(chain(*asking), chain(*leases), strict=True):
+                entry.lease, entry.has_news = self._published(entry, lease), False
+                num_leases += 1
+        for engine in alone:
             self.entries[engine].lease = None
         return num_leases
 
     def _published(self, entry: Entry, lease: BudgetLease) -> BudgetLease:
-        assert entry.report is not None
-        member = entry.member
+        fits = len(entry.member.temperatures) == len(self._temperatures)
         return replace(
             lease,
-            speeds=speeds(entry.report, lease, member.curve, member.tiers, member.max_num_seqs),
-            temperatures=self._temperatures if len(member.temperatures) == len(self._temperatures) else (),
+            temperatures=self._temperatures if fits else (),
             duration_seconds=LEASE_SECONDS,
         )
 

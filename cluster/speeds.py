@@ -1,7 +1,8 @@
-"""What speed one more request of each tier would get from an engine: what the router looks at. Pure arithmetic.
+"""What speed one more request of each tier would get from an engine, and for how many more its tier's promise holds.
 
-The newcomer, and whoever waits already, join those that run, as far as there are places. The newcomer is expected to
-accept what requests of this engine accept, and competes for drafts with those that are there. With
+What the router looks at; pure arithmetic. Newcomers, and whoever waits already, join those that run, as far as there
+are places. A newcomer is expected to accept what requests of this engine accept, and competes for drafts with those
+that are there. With
 
     V    its slots whose value (budget.slot_values: a promise counts `weight` times) reaches what the last verified slot
          of the engine is worth now, and the lease's price
@@ -14,6 +15,7 @@ one request. Prompts cost what they cost whatever is drafted, and are left out h
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,13 +28,33 @@ from cluster.sps import CostCurve
 
 Array = NDArray[np.float64]
 
+EVERYBODY = (SlaTier("everybody"),)
+"""Where nothing is promised."""
+
 
 def speeds(
     report: LoadReport, lease: BudgetLease, curve: CostCurve, tiers: Sequence[SlaTier], max_num_seqs: int
 ) -> tuple[float, ...]:
     """[tiers] tokens per second; without tiers, one number for everybody. `lease`: what the report was answered."""
-    promised = tiers or (SlaTier("everybody"),)
-    return tuple(_speed(report, lease, curve, tiers, tier, max_num_seqs) for tier in promised)
+    newcomers = _Newcomers(report, lease, curve, tiers, max_num_seqs)
+    return tuple(newcomers.speed(tier, 1) for tier in tiers or EVERYBODY)
+
+
+def rooms(
+    report: LoadReport, lease: BudgetLease, curve: CostCurve, tiers: Sequence[SlaTier], max_num_seqs: int
+) -> tuple[int, ...]:
+    """[tiers] how many more requests of each tier get what it promises, at most max_num_seqs. As in `speeds`."""
+    newcomers = _Newcomers(report, lease, curve, tiers, max_num_seqs)
+    return tuple(_room(newcomers, tier, max_num_seqs) for tier in tiers or EVERYBODY)
+
+
+def _room(newcomers: _Newcomers, tier: SlaTier, most: int) -> int:
+    """By halving, since more newcomers make nobody faster."""
+
+    def is_too_slow(num: int) -> bool:
+        return newcomers.speed(tier, num) < tier.min_tokens_per_second
+
+    return bisect_left(range(1, most + 1), True, key=is_too_slow)
 
 
 def expected_rate(report: LoadReport, lease: BudgetLease, curve: CostCurve) -> float:
@@ -45,28 +67,31 @@ def expected_rate(report: LoadReport, lease: BudgetLease, curve: CostCurve) -> f
     return float((running + levels[:cap].sum() / LEVELS) / seconds[0])
 
 
-def _speed(
-    report: LoadReport,
-    lease: BudgetLease,
-    curve: CostCurve,
-    tiers: Sequence[SlaTier],
-    tier: SlaTier,
-    max_num_seqs: int,
-) -> float:
-    survival_G = np.frombuffer(report.newcomer, np.uint8) / LEVELS
-    running, cap = len(report.tiers), min(lease.cap, int(np.count_nonzero(survival_levels(report))))
-    joining = min(1 + report.num_waiting, max(max_num_seqs - running, 0))
-    num_slots = np.arange(len(survival_G) + 1)
-    seconds_N = _seconds(report, lease, curve, running + joining, cap + joining * num_slots)
-    tokens_N = 1 + np.concatenate([[0.0], survival_G.cumsum()])
-    if not running:
-        return float((tokens_N / seconds_N).max())
-    if not cap:
-        return float(tokens_N[0] / seconds_N[0])
-    need = tier.min_tokens_per_second * MARGIN * seconds_N[0]
-    values_G = slot_values(survival_G[None], np.array([need]), np.array([tier.weight]))[0]
-    chosen = int((np.minimum.accumulate(values_G) >= _least_value(report, lease, cap, tiers)).sum())
-    return float(tokens_N[chosen] / seconds_N[chosen])
+class _Newcomers:
+    """What requests that come now would get. What doesn't depend on their tier or number is computed once."""
+
+    def __init__(
+        self, report: LoadReport, lease: BudgetLease, curve: CostCurve, tiers: Sequence[SlaTier], max_num_seqs: int
+    ) -> None:
+        self._report, self._lease, self._curve = report, lease, curve
+        self._running = len(report.tiers)
+        self._num_places = max(max_num_seqs - self._running, 0)
+        self._survival_G = np.frombuffer(report.newcomer, np.uint8) / LEVELS
+        self._tokens_N = 1 + np.concatenate([[0.0], self._survival_G.cumsum()])
+        self._cap = min(lease.cap, int(np.count_nonzero(survival_levels(report))))
+        self._least_value = _least_value(report, lease, self._cap, tiers) if self._cap else np.inf
+
+    def speed(self, tier: SlaTier, num_newcomers: int) -> float:
+        """Tokens per second of each of so many requests of a tier."""
+        joining = min(num_newcomers + self._report.num_waiting, self._num_places)
+        num_drafts = self._cap + joining * np.arange(len(self._tokens_N))
+        seconds_N = _seconds(self._report, self._lease, self._curve, self._running + joining, num_drafts)
+        if not self._running:
+            return float((self._tokens_N / seconds_N).max())
+        need = tier.min_tokens_per_second * MARGIN * seconds_N[0]
+        values_G = slot_values(self._survival_G[None], np.array([need]), np.array([tier.weight]))[0]
+        chosen = int((np.minimum.accumulate(values_G) >= self._least_value).sum())
+        return float(self._tokens_N[chosen] / seconds_N[chosen])
 
 
 def _seconds(

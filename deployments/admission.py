@@ -30,8 +30,10 @@ class ReplicaLoad:
     """That it has now."""
     speeds: tuple[float, ...] = ()
     """By tier: tokens per second that one more request would get. Empty: nobody has said."""
+    rooms: tuple[int, ...] = ()
+    """By tier: how many more requests would get what the tier promises."""
     num_requests_then: int = 0
-    """That it had when `speeds` were true."""
+    """That it had when both were true."""
     num_leaving: int = 0
     """Chosen for it at this very moment, and not among `num_requests` yet. They spread by load; what they will leave of
     its speed isn't known, and choices of one request are not refused for one another."""
@@ -40,11 +42,11 @@ class ReplicaLoad:
     def load(self) -> int:
         return self.num_requests + self.num_leaving
 
-    def expected_speed(self, tier: int) -> float | None:
-        """What one more request gets now. Those that came since are taken to share what there was: at worst they do."""
-        if tier >= len(self.speeds):
+    def keeps(self, tier: int) -> bool | None:
+        """Whether one more request gets what its tier promises, after those that came since. None: nobody has said."""
+        if tier >= len(self.rooms):
             return None
-        return self.speeds[tier] * (self.num_requests_then + 1) / (max(self.num_requests, self.num_requests_then) + 1)
+        return self.num_requests - self.num_requests_then < self.rooms[tier]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +59,19 @@ class Route:
     """Whether the best keeps the promised speed; None: nobody knows."""
 
 
-def route(
-    loads: Sequence[ReplicaLoad], tier: int, min_tokens_per_second: float, known: Mapping[str, int], key: int
-) -> Route:
+def route(loads: Sequence[ReplicaLoad], tier: int | None, known: Mapping[str, int], key: int) -> Route:
     """Replicas that keep the promise come first, then those of which nothing is known, then the fastest.
 
     Among those that are as good, those with about the least load, and of them the one that knows most of the prompt.
+    tier: None when no speed is promised.
     known: replica -> tokens of the prompt that it has served before. key: of the prompt, so that equal ones that nobody
     has served yet go to the same place from every process.
     """
-    speeds = [load.expected_speed(tier) for load in loads]
-    keeping = [i for i, speed in enumerate(speeds) if speed is not None and speed >= min_tokens_per_second]
-    unknown = [i for i, speed in enumerate(speeds) if speed is None]
-    if not min_tokens_per_second:
+    if tier is None:
         return Route(_by_load(loads, range(len(loads)), known, key), True)
-    failing = [i for i in range(len(loads)) if i not in keeping and i not in unknown]
-    failing.sort(key=lambda i: (-(speeds[i] or 0.0), loads[i].load))
+    kept = [load.keeps(tier) for load in loads]
+    keeping, unknown, failing = ([i for i, keeps in enumerate(kept) if keeps is which] for which in (True, None, False))
+    failing.sort(key=lambda i: (-loads[i].speeds[tier], loads[i].load))
     order = (*_by_load(loads, keeping, known, key), *_by_load(loads, unknown, known, key), *failing)
     return Route(order, True if keeping else None if unknown else False)
 
@@ -141,8 +140,8 @@ class Ticket:
     must_serve: bool
     """An engine has had it before: it is neither held back nor refused."""
     report: Callable[[Admission], None]
-    """Called once it has a replica, if its tier promises a speed."""
     outcome: Admission = "unknown"
+    is_reported: bool = False
 
     def holds(self, met: bool | None, now: float) -> bool:
         """Whether it should wait."""
@@ -151,3 +150,9 @@ class Ticket:
     def sheds(self, met: bool | None) -> bool:
         """Whether it should be refused, when it waits no more."""
         return met is False and not self.must_serve and self.tier.when_unmet == "shed"
+
+    def departs(self) -> None:
+        """It has a replica. Told once, however often replicas refuse it, and only where a speed is promised."""
+        if self.tier.min_tokens_per_second and not self.must_serve and not self.is_reported:
+            self.report(self.outcome)
+        self.is_reported = True

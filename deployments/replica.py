@@ -89,7 +89,7 @@ class Replica:
         except RayError:  # whoever watches the engine will find out
             return {}
         speeds = [float(f"{speed:.3g}") for speed in health.speeds]  # noise is no news
-        return {"speeds": speeds, "num_requests": health.num_running + health.num_waiting}
+        return {"speeds": speeds, "rooms": list(health.rooms), "num_requests": health.num_running + health.num_waiting}
 
     async def _submit(self, request: Request) -> None:
         try:

@@ -50,7 +50,7 @@ class TierRouter(RequestRouter):  # type: ignore[misc]
         if pending_request is None or not candidate_replicas:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
-        ticket: Ticket | None = pending_request.kwargs.get("ticket")
+        ticket = _ticket(pending_request)
         self._unbind(pending_request.future)
         chosen = self._route(candidate_replicas, ticket)
         if ticket is not None:
@@ -73,17 +73,18 @@ class TierRouter(RequestRouter):  # type: ignore[misc]
     def _route(self, replicas: list[RunningReplica], ticket: Ticket | None) -> Route:
         loads = [self._load(replica) for replica in replicas]
         if ticket is None:  # Serve refused to send it where it was to go, which happens when all are full
-            return route(loads, 0, 0.0, {}, 0)
-        prompt, tier = ticket.request.prompt_token_ids, ticket.request.tier
-        known = self._memory.known(prompt)
-        return route(loads, tier, ticket.tier.min_tokens_per_second, known, prompt_key(prompt))
+            return route(loads, None, {}, 0)
+        prompt = ticket.request.prompt_token_ids
+        tier = ticket.request.tier if ticket.tier.min_tokens_per_second else None
+        return route(loads, tier, self._memory.known(prompt), prompt_key(prompt))
 
     def _load(self, replica: RunningReplica) -> ReplicaLoad:
         """Serve's count, which only this process's own requests keep fresh, or the engine's, which is somewhat old."""
         news: dict[str, Any] = replica.routing_stats
         counted, then = self.replica_queue_len_cache.get(replica.replica_id) or 0, int(news.get("num_requests", 0))
-        speeds, num_leaving = tuple(news.get("speeds", ())), self._num_bound[replica.replica_id]
-        return ReplicaLoad(_name(replica.replica_id), max(counted, then), speeds, then, num_leaving)
+        speeds, rooms = tuple(news.get("speeds", ())), tuple(news.get("rooms", ()))
+        num_leaving = self._num_bound[replica.replica_id]
+        return ReplicaLoad(_name(replica.replica_id), max(counted, then), speeds, rooms, then, num_leaving)
 
     def _bind(self, future: asyncio.Future[Any], replica_id: ReplicaID) -> None:
         """Serve counts a request once it is sent. Choices of one HTTP request are routed at one moment, before that:
@@ -126,11 +127,19 @@ class TierRouter(RequestRouter):  # type: ignore[misc]
         line.extend(waiting)
 
     def _depart(self, pending: PendingRequest, replica: str) -> None:
-        ticket: Ticket | None = pending.kwargs.pop("ticket", None)
+        ticket = _ticket(pending)
         if ticket is not None:
             self._memory.served(ticket.request.prompt_token_ids, replica)
-            if ticket.tier.min_tokens_per_second:
-                ticket.report(ticket.outcome)
+            ticket.departs()
+
+
+def _ticket(pending: PendingRequest) -> Ticket | None:
+    """Taken off, for all that is left there is sent, and kept where Serve finds it when the replica refuses the request
+    and another one must be chosen."""
+    context: Any = pending.routing_context
+    if "ticket" in pending.kwargs:
+        context.ticket = pending.kwargs.pop("ticket")
+    return getattr(context, "ticket", None)
 
 
 def _name(replica_id: ReplicaID) -> str:

@@ -114,6 +114,7 @@ def test_a_lockstep_group_shares_its_rows_and_outlives_schedulers(gang: list[Any
         health: EngineHealth = ray.get(gang[0].health.remote())
         assert len(health.speeds) == 1
         assert health.speeds[0] > 0
+        assert health.rooms[0] > 0
         assert "dspark_scheduler_engines 2.0" in ray.get(scheduler.metrics_text.remote())
         ray.kill(scheduler)
         serve(gang, truth, (2, 8))

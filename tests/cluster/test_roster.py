@@ -14,6 +14,7 @@ from test_scheduling import curve
 
 import cluster
 from cluster import fleet
+from cluster.accounts import account
 from cluster.budget import encode_survival
 from cluster.calibration import Evidence
 from cluster.fleet import Group
@@ -87,9 +88,9 @@ def test_leases_are_those_of_the_fleets_allocate() -> None:
 
 def test_hysteresis_and_epochs_follow_the_engine_and_begin_anew_with_the_scheduler() -> None:
     roster = Roster()
-    say(roster, member("a"), load(6))
     epochs = []
     for _ in range(3):
+        say(roster, member("a"), load(6))
         roster.allocate()
         lease = roster.lease("a")
         assert lease is not None
@@ -109,7 +110,7 @@ def test_a_group_of_which_somebody_is_missing_gets_no_lease_and_the_others_do() 
     assert roster.lease("g0") is None
     assert roster.lease("a") is not None
     say(roster, member("g1", "gang", 1, 2), load(3))
-    assert roster.allocate() == 3
+    assert roster.allocate() == 2
     assert roster.lease("g0") is not None
     roster.entries.pop("g1")
     roster.allocate()
@@ -129,14 +130,30 @@ def test_who_is_silent_is_forgotten_and_who_is_replaced_stands_in_nobodys_way() 
     assert not roster.note("old0", load(1), Experience(), SILENT_SECONDS), "it must introduce itself again"
 
 
-def test_idle_engines_are_members_and_say_how_fast_a_request_would_be() -> None:
+def test_only_what_was_reported_is_searched_again() -> None:
+    roster = Roster()
+    for name in ("a", "b"):
+        say(roster, member(name), load(4))
+    assert roster.allocate() == 2
+    assert roster.allocate() == 0
+    kept = roster.lease("a")
+    roster.note("b", load(12), Experience(), 0.0)
+    assert roster.allocate() == 1
+    assert roster.lease("a") is kept is not None
+
+    for rank in (0, 1):
+        say(roster, member(f"rank{rank}", "group", rank, 2), load(4))
+    assert roster.allocate() == 2
+    roster.note("rank1", load(12), Experience(), 0.0)
+    assert roster.allocate() == 2, "a group shares its rows"
+
+
+def test_idle_engines_are_members_and_people_are_told_how_fast_a_request_would_be() -> None:
     roster = Roster()
     say(roster, member("idle"), load(0))
     say(roster, member("busy"), load(12))
     roster.allocate()
-    idle, busy = roster.lease("idle"), roster.lease("busy")
-    assert idle is not None
-    assert busy is not None
+    busy, idle = account(roster, 0.0, 0.0).engines
     assert len(idle.speeds) == len(busy.speeds) == len(TIERS)
     assert min(idle.speeds) > max(busy.speeds) > 0
 
@@ -149,7 +166,7 @@ def test_engines_that_promise_different_tiers_are_served_apart() -> None:
     a, b = roster.lease("a"), roster.lease("b")
     assert a is not None
     assert b is not None
-    assert (len(a.floors), len(b.floors), len(b.speeds)) == (2, 0, 1)
+    assert (len(a.floors), len(b.floors)) == (2, 0)
 
 
 def evidence(num_slots: int, passing: float) -> Evidence:

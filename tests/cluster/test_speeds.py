@@ -13,7 +13,7 @@ from cluster.budget import LEVELS, PACE, decode_seconds, encode_survival, slot_v
 from cluster.fleet import Group
 from cluster.messages import BudgetLease, LoadReport, SlaTier
 from cluster.sla import MARGIN
-from cluster.speeds import expected_rate, speeds
+from cluster.speeds import expected_rate, rooms, speeds
 from cluster.sps import CostCurve
 
 TIERS = (SlaTier("standard"), SlaTier("fast", min_tokens_per_second=1.2, weight=16.0))
@@ -82,6 +82,23 @@ def test_more_load_is_slower_and_whoever_waits_counts() -> None:
         found.append(speeds(report, lease, cost, TIERS, MANY)[0])
     assert found == sorted(found, reverse=True)
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("num_requests", [0, 1, 8, 24])
+def test_as_many_have_room_as_get_their_speed(num_requests: int) -> None:
+    cost, report = curve(0.1), load(np.random.default_rng(num_requests), num_requests)
+    [[lease]] = fleet.allocate([Group([report], cost)], TIERS)
+    most = rooms(report, lease, cost, TIERS, 64)
+    assert most[0] == 64, "nothing is promised"
+
+    def speed_of_last(num: int) -> float:
+        """When the others already wait."""
+        return speeds(replace(report, num_waiting=num - 1), lease, cost, TIERS, 64)[1]
+
+    fast = TIERS[1].min_tokens_per_second
+    assert most[1] == sum(speed_of_last(num) >= fast for num in range(1, 65))
+    faster = (TIERS[0], replace(TIERS[1], min_tokens_per_second=100.0))
+    assert rooms(report, lease, cost, faster, 64) == (64, 0)
 
 
 def test_a_full_engine_gets_no_fuller() -> None:

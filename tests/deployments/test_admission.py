@@ -10,47 +10,48 @@ from deployments import admission
 from deployments.admission import PrefixMemory, ReplicaLoad, Ticket, prompt_key, route
 from deployments.config import SlaTierConfig
 
-SLOW, FAST = 0, 1
+FAST = 1
 NONE_KNOWN: dict[str, int] = {}
 
 
-def load(name: str, num_requests: int, fast: float | None = None, then: int | None = None) -> ReplicaLoad:
-    """`fast`: the speed of the second tier; None: nothing is known."""
+def load(
+    name: str, num_requests: int, fast: float | None = None, then: int | None = None, room: int | None = None
+) -> ReplicaLoad:
+    """`fast`: the speed of the second tier, which promises 20; None: nothing is known."""
     speeds = () if fast is None else (0.0, fast)
-    return ReplicaLoad(name, num_requests, speeds, num_requests if then is None else then)
+    rooms = () if fast is None else (0, (9 if fast >= 20.0 else 0) if room is None else room)
+    return ReplicaLoad(name, num_requests, speeds, rooms, num_requests if then is None else then)
 
 
-def best(loads: list[ReplicaLoad], tier: int = SLOW, speed: float = 0.0, known: dict[str, int] = NONE_KNOWN) -> str:
-    return loads[route(loads, tier, speed, known, key=7).order[0]].name
+def best(loads: list[ReplicaLoad], tier: int | None = None, known: dict[str, int] = NONE_KNOWN) -> str:
+    return loads[route(loads, tier, known, key=7).order[0]].name
 
 
 def test_a_promise_goes_where_it_is_kept_whatever_the_load() -> None:
     loads = [load("idle", 0, 19.0), load("busy", 9, 20.0), load("fuller", 12, 40.0)]
-    assert best(loads, FAST, 20.0) == "busy"
+    assert best(loads, FAST) == "busy"
     assert best(loads) == "idle", "who was promised nothing"
-    assert route(loads, FAST, 20.0, {}, 0).met is True
+    assert route(loads, FAST, {}, 0).met is True
 
 
 def test_the_unknown_is_better_than_what_fails_and_worse_than_what_keeps() -> None:
     loads = [load("fails", 0, 5.0), load("new", 3), load("keeps", 9, 25.0)]
-    assert [loads[i].name for i in route(loads, FAST, 20.0, {}, 0).order] == ["keeps", "new", "fails"]
-    hopeless = route(loads[:2], FAST, 20.0, {}, 0)
+    assert [loads[i].name for i in route(loads, FAST, {}, 0).order] == ["keeps", "new", "fails"]
+    hopeless = route(loads[:2], FAST, {}, 0)
     assert (loads[hopeless.order[0]].name, hopeless.met) == ("new", None)
 
 
 def test_where_none_keeps_it_the_fastest_is_next() -> None:
     loads = [load("a", 0, 5.0), load("b", 9, 15.0)]
-    chosen = route(loads, FAST, 20.0, {}, 0)
+    chosen = route(loads, FAST, {}, 0)
     assert (loads[chosen.order[0]].name, chosen.met) == ("b", False)
 
 
-def test_requests_since_the_news_share_what_there_was() -> None:
-    assert load("a", 3, 40.0, then=3).expected_speed(FAST) == 40.0
-    assert load("a", 7, 40.0, then=3).expected_speed(FAST) == 20.0
-    assert load("a", 1, 40.0, then=3).expected_speed(FAST) == 40.0, "no better than was said"
-    assert load("a", 1).expected_speed(FAST) is None
-    loads = [load("a", 7, 40.0, then=3), load("b", 3, 30.0)]
-    assert best(loads, FAST, 25.0) == "b"
+def test_requests_since_the_news_take_the_room_that_there_was() -> None:
+    assert [load("a", now, 40.0, then=3, room=2).keeps(FAST) for now in (1, 3, 4, 5)] == [True, True, True, False]
+    assert load("a", 1).keeps(FAST) is None
+    loads = [load("a", 7, 40.0, then=3, room=4), load("b", 30, 30.0)]
+    assert best(loads, FAST) == "b"
 
 
 def test_a_known_prefix_breaks_near_ties_only() -> None:
@@ -58,28 +59,27 @@ def test_a_known_prefix_breaks_near_ties_only() -> None:
     for ours, theirs, expected in ((8, 8, "b"), (10, 8, "b"), (11, 8, "a"), (1, 0, "b"), (2, 0, "a")):
         assert best([load("a", theirs), load("b", ours)], known=known) == expected, (ours, theirs)
     both_keep = [load("a", 0, 30.0), load("b", 1, 30.0)]
-    assert best(both_keep, FAST, 20.0, known) == "b"
-    assert best([load("a", 0, 30.0), load("b", 0, 10.0)], FAST, 20.0, known) == "a", "the promise comes first"
+    assert best(both_keep, FAST, known) == "b"
+    assert best([load("a", 0, 30.0), load("b", 0, 10.0)], FAST, known) == "a", "the promise comes first"
 
 
 def test_new_prompts_spread_and_equal_ones_meet() -> None:
     loads = [load(name, 4) for name in "abcd"]
 
     def place(key: int) -> str:
-        return loads[route(loads, SLOW, 0.0, {}, key).order[0]].name
+        return loads[route(loads, None, {}, key).order[0]].name
 
     assert {place(key) for key in range(64)} == set("abcd")
     mirrored = list(reversed(loads))
-    assert all(mirrored[route(mirrored, SLOW, 0.0, {}, key).order[0]].name == place(key) for key in range(64))
+    assert all(mirrored[route(mirrored, None, {}, key).order[0]].name == place(key) for key in range(64))
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.none() | st.floats(0, 100)), min_size=1), st.floats(0, 100))
-def test_every_replica_is_an_option_once(known: list[tuple[int, float | None]], speed: float) -> None:
+@given(st.lists(st.tuples(st.integers(0, 9), st.none() | st.floats(0, 100)), min_size=1), st.sampled_from([None, FAST]))
+def test_every_replica_is_an_option_once(known: list[tuple[int, float | None]], tier: int | None) -> None:
     loads = [load(f"r{i}", num, fast) for i, (num, fast) in enumerate(known)]
-    chosen = route(loads, FAST, speed, {}, 3)
+    chosen = route(loads, tier, {}, 3)
     assert sorted(chosen.order) == list(range(len(loads)))
-    first = loads[chosen.order[0]].expected_speed(FAST)
-    assert (chosen.met is True) == (not speed or (first is not None and first >= speed))
+    assert chosen.met is (True if tier is None else loads[chosen.order[0]].keeps(tier))
 
 
 def test_prefixes_are_remembered_by_their_longest() -> None:

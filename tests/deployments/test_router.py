@@ -42,9 +42,13 @@ class News:
 
 
 def replica(name: str, speed: float | None, num_requests: int = 0) -> News:
-    speeds = [] if speed is None else [speed]
-    news = {"speeds": speeds, "num_requests": num_requests}
+    news = {"num_requests": num_requests, **({} if speed is None else says(speed))}
     return News(ReplicaID(name, DEPLOYMENT), news, num_requests=num_requests)
+
+
+def says(speed: float) -> dict[str, Any]:
+    """Of the only tier's promised speed."""
+    return {"speeds": [speed], "rooms": [100 if speed >= SHED.min_tokens_per_second else 0]}
 
 
 class Fleet:
@@ -61,10 +65,10 @@ class Fleet:
         request = Request(request_id="r", prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=1))
         ticket = Ticket(request, tier, time.monotonic() + wait_seconds, must_serve, self.outcomes.append)
         metadata = RequestMetadata(request_id="r", internal_request_id=internal_id)
-        pending = PendingRequest(args=[request], kwargs={"ticket": ticket}, metadata=metadata)
-        return asyncio.create_task(self._choose(pending))
+        self.pending = PendingRequest(args=[request], kwargs={"ticket": ticket}, metadata=metadata)
+        return asyncio.create_task(self.choose(self.pending))
 
-    async def _choose(self, pending: PendingRequest) -> str:
+    async def choose(self, pending: PendingRequest) -> str:
         chosen = await self.router._choose_replica_for_request(pending)
         assert "ticket" not in pending.kwargs, "it stays here"
         return str(chosen.replica_id.unique_id)
@@ -103,7 +107,7 @@ async def test_good_news_ends_the_wait() -> None:
     asked = fleet.ask(SHED, wait_seconds=1000.0)
     await asyncio.sleep(0.1)
     assert not asked.done()
-    slow.routing_stats = {"speeds": [30.0], "num_requests": 0}
+    slow.routing_stats = {**says(30.0), "num_requests": 0}
     assert await asked == "a"
     assert fleet.outcomes == ["waited"]
 
@@ -170,6 +174,21 @@ async def test_who_leaves_while_all_are_full_is_counted_nowhere() -> None:
     await asyncio.gather(asked, return_exceptions=True)
     await asyncio.sleep(0)
     assert not fleet.router._bound and not fleet.router._num_bound
+
+
+async def test_a_request_that_a_replica_refuses_keeps_its_promise() -> None:
+    """Serve asks again with the very object, after it took a place that was gone."""
+    first, second = replica("first", 30.0), replica("second", 5.0)
+    fleet = Fleet(first, second)
+    assert await fleet.ask(SHED) == "first"
+    fleet.pending.reset_future()
+    first.routing_stats = {**says(5.0), "num_requests": FULL}
+    with pytest.raises(TierUnmetError):
+        await fleet.choose(fleet.pending)
+    fleet.pending.reset_future()
+    second.routing_stats = {**says(30.0), "num_requests": 0}
+    assert await fleet.choose(fleet.pending) == "second"
+    assert fleet.outcomes == ["met"], "counted once"
 
 
 async def test_a_full_replica_is_passed_over() -> None:
