@@ -178,7 +178,7 @@ class LocalScheduler:
         running = batcher.running
         report = LoadReport(
             step=step,
-            survival=self._survivals(running, batcher),
+            survival=self._survivals(running, batcher) if self._curve is not None else b"",  # else nobody reads it
             tiers=bytes(sequence.request.tier for sequence in running),
             paces=self._paces(running, now) if self._tiers else b"",
             request_ids=tuple(sequence.request_id for sequence in running),

@@ -196,7 +196,8 @@ def test_all_promises_are_kept_whenever_that_is_possible(rank: Rank, curve: Cost
         )
 
     assume(any(all_kept(lengths) for lengths in all_lengths([rank])))
-    [leases] = allocate([group_of([rank], curve)], STRICT)
+    # Without hysteresis, which leaves a promise broken by less than it.
+    [leases] = allocate([group_of([rank], curve)], STRICT, min_gain=0.0)
     assert all_kept(admitted([rank], leases, STRICT))
 
 
