@@ -110,6 +110,11 @@ class Chunk:
         return self.sequence.tokens[self.start : self.start + self.num_rows] + self.drafts
 
     @property
+    def next_token(self) -> int:
+        """Of a prompt: what follows the rows."""
+        return self.sequence.tokens[self.start + self.num_rows]
+
+    @property
     def num_logits(self) -> int:
         """Rows whose distribution is wanted: the anchor and the drafts after it."""
         return 1 + self.num_admitted if self.has_anchor else 0

@@ -293,12 +293,13 @@ class Engine:
         self, plan: Plan, outcomes: dict[str, Outcome], forward: StepTensors | None
     ) -> tuple[list[TokenEvent], list[VerifyRound]]:
         """COMMIT: final rows become draft context, sequences grow, the finished ones leave."""
-        num_final = []
+        num_final, next_tokens = [], []
         for chunk in plan.chunks:
             outcome = outcomes.get(chunk.sequence.request_id)
             num_final.append(chunk.num_rows + (len(outcome.token_ids) - 1 if outcome else 0))
+            next_tokens.append(outcome.token_ids[-1] if outcome else chunk.next_token)
         if forward is not None:
-            self._shard.commit_features(forward, num_final)
+            self._shard.commit_features(forward, num_final, next_tokens)
         events, rounds = [], []
         for chunk in plan.chunks:
             sequence = chunk.sequence

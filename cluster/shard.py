@@ -30,7 +30,8 @@ from cluster.messages import GroupError, Lockstep, Span, StepPlan
 from cluster.models.decoder import Decoder
 from cluster.models.loader import Checkpoint, load_decoder
 from cluster.moe import measure_crossover
-from drafter.checkpoint import load_checkpoint, read_config
+from drafter.baselines.chain import ChainDrafter
+from drafter.checkpoint import load_drafter, read_config
 from drafter.dspark import DSpark
 from drafter.interface import Draft, Drafter, Sampler
 from drafter.source import resolve_source
@@ -75,7 +76,7 @@ class Shard:
         self._block_size = config.kv_block_size
         self._kv = decoder.make_kv(config.num_kv_blocks, config.kv_block_size)
         self._context: PagedKV | None = None
-        self._uncommitted: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._uncommitted: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         if drafter is not None:
             num_layers, num_heads, head_dim = drafter.context_shape
             self._context = PagedKV(
@@ -212,8 +213,11 @@ class Shard:
         is_largest = len(batch.tokens_N) == max(plan.lockstep.num_rows)
         return StepTensors(batch, logits_MV.cpu() if self.mesh.leads else logits_MV, features_NF, is_largest)
 
-    def commit_features(self, forward: StepTensors, num_final: list[int]) -> None:
+    def commit_features(self, forward: StepTensors, num_final: list[int], next_tokens: list[int]) -> None:
         """The first `num_final[r]` rows of each span are committed: they become draft context. Others never do.
+
+        next_tokens[r]: the token behind the last of them. A block of context that several requests share was written
+        for one of them, so to the others that one token of its last row may be wrong: a draft less good, no more.
 
         Projecting a few rows costs almost as much as projecting hundreds, so it waits until somebody drafts.
         """
@@ -221,13 +225,15 @@ class Shard:
             return
         batch, features_NF = forward.batch, forward.features_NF
         slots_N, positions_N = batch.slots_N, batch.positions_N
+        counts = torch.tensor(num_final)
+        next_N = batch.tokens_N.roll(-1)
+        next_N[batch.row_starts_R1[:-1] + counts - 1] = torch.tensor(next_tokens)
         if sum(num_final) < batch.num_rows:
-            counts = torch.tensor(num_final)
             ends = counts.cumsum(0)
             rows = torch.arange(int(ends[-1])) + (batch.row_starts_R1[:-1] - ends + counts).repeat_interleave(counts)
-            features_NF, slots_N, positions_N = features_NF[rows], slots_N[rows], positions_N[rows]
-        self._uncommitted.append((features_NF, slots_N, positions_N))
-        if sum(len(slots) for _, slots, _ in self._uncommitted) >= MAX_UNCOMMITTED_ROWS:
+            features_NF, slots_N, positions_N, next_N = (x[rows] for x in (features_NF, slots_N, positions_N, next_N))
+        self._uncommitted.append((features_NF, slots_N, positions_N, next_N))
+        if sum(len(slots) for _, slots, _, _ in self._uncommitted) >= MAX_UNCOMMITTED_ROWS:
             self._write_context()
 
     def _write_context(self) -> None:
@@ -236,8 +242,8 @@ class Shard:
             return
         assert self.drafter is not None
         assert self._context is not None
-        features, slots, positions = zip(*self._uncommitted, strict=True)
-        keys, values = self.drafter.project_context(torch.cat(features), torch.cat(positions))
+        features, slots, positions, next_tokens = zip(*self._uncommitted, strict=True)
+        keys, values = self.drafter.project_context(torch.cat(features), torch.cat(positions), torch.cat(next_tokens))
         sizes = [len(each) for each in slots]
         # Step by step: a block that was given back meanwhile belongs to whoever wrote it last.
         for slots_N, keys_LNHC, values_LNHC in zip(
@@ -247,7 +253,7 @@ class Shard:
         self._uncommitted.clear()
 
 
-def _load_drafter(folder: Path, decoder: Decoder, target: Path, mesh: Mesh) -> DSpark:
+def _load_drafter(folder: Path, decoder: Decoder, target: Path, mesh: Mesh) -> DSpark | ChainDrafter:
     num_layers, trained_for = decoder.config.num_hidden_layers, read_config(folder).num_target_layers
     if trained_for != num_layers:  # shifted taps would load, and fail silently as lost acceptance
         raise ValueError(f"{folder}: made for a target of {trained_for} layers, but this one has {num_layers}")
@@ -257,4 +263,4 @@ def _load_drafter(folder: Path, decoder: Decoder, target: Path, mesh: Mesh) -> D
             embedding = head = checkpoint.read("model.embed_tokens.weight").clone()
         if not decoder.config.tie_word_embeddings:
             head = checkpoint.read("lm_head.weight")
-        return load_checkpoint(folder, embedding, head, decoder.dtype)
+        return load_drafter(folder, embedding, head, decoder.dtype)

@@ -12,6 +12,7 @@ from tiny_engine import (
     TAPS,
     Outputs,
     TinyDrafter,
+    chain_drafter,
     dspark_drafter,
     greedy_truth,
     knowing_drafter,
@@ -22,9 +23,13 @@ from tiny_engine import (
     run,
 )
 
+from cluster import group
+from cluster.config import EngineConfig
 from cluster.engine import Engine
 from cluster.local_scheduler import PLAIN, UNLIMITED
 from cluster.messages import InvalidRequestError, QueueFullError
+from cluster.shard import Shard
+from drafter.checkpoint import save_checkpoint
 
 VOCAB = 96
 MAX_TOKENS = 24
@@ -35,12 +40,14 @@ def truth(tiny: tuple[Path, Any]) -> dict[tuple[int, ...], list[int]]:
     return {tuple(p): greedy_truth(tiny[1], p, MAX_TOKENS) for p in prompts(8)}
 
 
-@pytest.fixture(params=["plain", "random", "knowing", "dspark"])
+@pytest.fixture(params=["plain", "random", "knowing", "dspark", "eagle3", "mtp"])
 def drafter(request: pytest.FixtureRequest, tiny: tuple[Path, Any], truth: dict[tuple[int, ...], list[int]]) -> Any:
     if request.param == "plain":
         return None
     if request.param == "dspark":
         return dspark_drafter(tiny[1], VOCAB // 2)
+    if request.param in ("eagle3", "mtp"):
+        return chain_drafter(tiny[1], request.param, VOCAB // 2)
     if request.param == "random":
         return random_drafter(VOCAB)
     return knowing_drafter([[*prompt, *tokens] for prompt, tokens in truth.items()], VOCAB)
@@ -110,12 +117,63 @@ def test_draft_context_is_the_features_of_committed_tokens(tiny, truth, draft_ev
     assert len(drafter.seen) > 100 / draft_every
     for anchor, position, keys, values in drafter.seen:
         candidates = [
-            f[:position]
+            (f[:position], ids[0, 1 : position + 1])
             for ids, f in zip(sequences, features, strict=True)
             if len(f) > position and ids[0, position] == anchor
         ]
-        assert any(torch.allclose(keys, f, atol=1e-4) for f in candidates)
+        assert any(
+            torch.allclose(keys, f, atol=1e-4) and torch.equal(values[:, 1].long(), next_tokens)
+            for f, next_tokens in candidates
+        )
         assert torch.equal(values[:, 0], torch.arange(position, dtype=values.dtype))
+
+
+@pytest.mark.parametrize("family", ["eagle3", "mtp"])
+def test_chains_draft_as_they_would_over_the_whole_sequence(tiny, truth, family) -> None:
+    """Rows come in chunks and rounds, and know the token behind them all the same."""
+    folder, model = tiny
+    chain = chain_drafter(model, family, VOCAB)
+    engine = make_engine(folder, chain, max_num_batched_tokens=24)
+    blocks: list[tuple[int, int, list[int]]] = []
+    propose = chain.propose
+
+    def seen(anchors: torch.Tensor, positions: torch.Tensor, *rest: Any) -> Any:
+        draft = propose(anchors, positions, *rest)
+        blocks.extend(zip(anchors.tolist(), positions.tolist(), draft.tokens.tolist(), strict=True))
+        return draft
+
+    chain.propose = seen
+    prompt, tokens = max(truth.items(), key=lambda item: len(item[0]))
+    run(engine, [request(list(prompt), max_tokens=MAX_TOKENS)])
+    ids = torch.tensor([[*prompt, *tokens]])
+    outputs: list[torch.Tensor] = []  # Hugging Face's own list has the last one after the final norm
+    layers = [model.model.layers[tap] for tap in chain.target_layer_ids]
+    hooks = [layer.register_forward_hook(lambda *seen: outputs.append(seen[-1])) for layer in layers]
+    with torch.inference_mode():
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    features = torch.cat(outputs, dim=-1)
+    assert len(blocks) > 10
+    for anchor, position, drafted in blocks:
+        assert ids[0, position] == anchor
+        written = torch.cat([ids[:, : position + 1], torch.tensor([drafted])], dim=1)
+        padded = torch.cat([features[:, : position + 1], features[:, : len(drafted)]], dim=1)
+        hidden = chain.teacher_forced(written, padded, torch.tensor([[position]]))
+        assert chain.base_logits(hidden[0, 0]).argmax(-1).tolist()[: len(drafted)] == drafted
+
+
+def test_a_chain_is_served_from_its_files_and_can_not_be_scheduled(tiny, truth, tmp_path: Path) -> None:
+    save_checkpoint(chain_drafter(tiny[1], "eagle3", VOCAB // 2), tmp_path, torch.float32)
+    config = EngineConfig(
+        model_source=str(tiny[0]), dtype="float32", drafter_source=str(tmp_path), speculation="fixed", max_model_len=128
+    )
+    engine = group.make_engine(config, Shard.load(config))
+    outputs = run_greedy(engine, truth, 8)
+    assert sum(event.stats.num_drafted for event in outputs.last.values() if event.stats) > 100
+    scheduled = config.model_copy(update={"speculation": "scheduled"})
+    with pytest.raises(ValueError, match=r"speculation: .*confidence head"):
+        group.make_engine(scheduled, Shard.load(scheduled))
 
 
 @pytest.mark.parametrize("block_size", [2, 4])

@@ -15,7 +15,9 @@ from cluster.engine import Engine
 from cluster.messages import Request, SamplingParams, SlaTier, StepResult, TokenEvent
 from cluster.models.loader import load_decoder
 from cluster.shard import Shard
-from drafter.config import DrafterConfig
+from drafter.baselines.chain import ChainDrafter
+from drafter.checkpoint import build_drafter
+from drafter.config import DrafterConfig, Family
 from drafter.dspark import DSpark
 from drafter.interface import Draft, Drafter, Sampler
 
@@ -76,9 +78,13 @@ class TinyDrafter:
     def calibrate(self, temperatures: tuple[float, ...]) -> None:
         raise AssertionError("there is nothing to calibrate")
 
-    def project_context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        keys = features[None, :, None, :]
-        return keys, positions[None, :, None, None].expand_as(keys).to(keys.dtype)
+    def project_context(
+        self, features: Tensor, positions: Tensor, next_tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        assert next_tokens is not None
+        values = torch.zeros_like(features)
+        values[:, 0], values[:, 1] = positions, next_tokens
+        return features[None, :, None, :], values[None, :, None, :]
 
     def propose(
         self,
@@ -156,6 +162,33 @@ def dspark_drafter(model: Any, draft_vocab_size: int) -> DSpark:
     weight = model.get_input_embeddings().weight.detach()
     target_ids = torch.arange(draft_vocab_size) * (model.config.vocab_size // draft_vocab_size)
     drafter = DSpark(config, weight, weight[target_ids], target_ids)
+    return drafter.eval().requires_grad_(False)
+
+
+def chain_drafter(model: Any, family: Family, draft_vocab_size: int) -> ChainDrafter:
+    """EAGLE-3 or MTP, likewise."""
+    config = DrafterConfig(
+        family=family,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=model.config.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        num_target_layers=4,
+        target_layer_ids=TAPS if family == "eagle3" else (3,),
+        block_size=3,
+        mask_token_id=0,
+        markov_rank=0,
+        enable_confidence_head=False,
+    )
+    torch.manual_seed(1)
+    weight = model.get_input_embeddings().weight.detach()
+    target_ids = torch.arange(draft_vocab_size) * (model.config.vocab_size // draft_vocab_size)
+    drafter = build_drafter(config, weight, weight[target_ids], target_ids)
+    assert isinstance(drafter, ChainDrafter)
     return drafter.eval().requires_grad_(False)
 
 
