@@ -125,15 +125,15 @@ def test_greedy_with_prefix_hits_and_preemptions(shard: Shard, prompts: Prompts,
 def test_a_seeded_request_has_one_text(shard: Shard, prompts: Prompts) -> None:
     def seeded(number: int, drafts: int | None) -> Request:
         return request(
-            prompts[number], f"p{number}", max_tokens=48, temperature=1.0, seed=number, max_draft_tokens=drafts
+            prompts[number], f"p{number}", max_tokens=24, temperature=1.0, seed=number, max_draft_tokens=drafts
         )
 
     for number in (0, 5):
         plain = run(Engine(config(), shard, None), [seeded(number, 0)], 1)
         alone = run(Engine(config(), shard, None), [seeded(number, None)], 1)
-        others = [request(prompts[i], f"o{i}", max_tokens=40, temperature=1.0) for i in range(6, 14)]
+        others = [request(prompts[i], f"o{i}", max_tokens=20, temperature=1.0) for i in range(6, 14)]
         among = run(Engine(config(), shard, None), [*others[:4], seeded(number, None), *others[4:]], 9)
         assert plain.tokens[f"p{number}"] == alone.tokens[f"p{number}"] == among.tokens[f"p{number}"]
         assert num_accepted(alone) > 0
-    other_seed = request(prompts[5], "p5", max_tokens=48, temperature=1.0, seed=6)
+    other_seed = request(prompts[5], "p5", max_tokens=24, temperature=1.0, seed=6)
     assert run(Engine(config(), shard, None), [other_seed], 1).tokens["p5"] != plain.tokens["p5"]
