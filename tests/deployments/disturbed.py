@@ -10,7 +10,7 @@ from conftest import Server, eventually
 from tiny_models import TinyModel, model_args
 
 MODEL = "tiny"
-NUM_TOKENS = 300
+NUM_TOKENS = 100
 PROMPTS = [[11 + i, 5, 900 + i, 42] for i in range(16)]
 SEEDED: dict[str, Any] = {"temperature": 1.0, "frequency_penalty": 0.5, "presence_penalty": 0.2}
 Answer = tuple[str, int]
@@ -67,6 +67,7 @@ async def streams(server: Server, disturb: Callable[[], Any] = lambda: None) -> 
         asked = [asyncio.create_task(ask(client, number, started)) for number in range(len(PROMPTS))]
         for _ in asked:
             await started.acquire()
+        assert not any(task.done() for task in asked), "none has ended yet"
         await asyncio.to_thread(disturb)
         return await asyncio.gather(*asked, return_exceptions=True)
 

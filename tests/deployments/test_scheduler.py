@@ -23,7 +23,7 @@ from ops.explain import table
 pytestmark = pytest.mark.server
 
 APPLICATION, MODEL = "fleet", "tiny"
-NUM_TOKENS = 120
+NUM_TOKENS = 40
 NUM_REQUESTS = 8
 
 

@@ -129,9 +129,10 @@ def test_prompts_that_begin_alike_meet_and_others_spread(tiered: Server) -> None
         return by_replica(tiered, "dspark_prompt_tokens_total")
 
     def rise(ask_all: Any, num_tokens: int) -> dict[str, float]:
+        """What was asked just before may be counted only now; all of that is shorter than one prompt of these."""
         before = prompts()
         ask_all()
-        eventually(lambda: sum(prompts().values()) == sum(before.values()) + num_tokens, "all prompts were counted")
+        eventually(lambda: sum(prompts().values()) >= sum(before.values()) + num_tokens, "all prompts were counted")
         return {replica: after - before[replica] for replica, after in prompts().items()}
 
     def alike() -> None:
@@ -142,8 +143,10 @@ def test_prompts_that_begin_alike_meet_and_others_spread(tiered: Server) -> None
         for turn in range(10):
             ask(tiered, prompt=[turn] * 65, max_tokens=1)
 
-    assert sorted(rise(alike, 6 * 65).values()) == [0, 6 * 65]
-    assert min(rise(different, 10 * 65).values()) > 0
+    other, chosen = sorted(rise(alike, 6 * 65).values())
+    assert other < 65
+    assert chosen >= 6 * 65
+    assert min(rise(different, 10 * 65).values()) >= 65
 
 
 async def test_load_comes_before_a_known_prefix(tiered: Server) -> None:
