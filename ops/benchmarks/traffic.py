@@ -26,6 +26,7 @@ LEVELS = (0.1, 0.3, 0.6, 1.0, 0.6, 0.2)
 """Share of the clients that are there, in each part of the time."""
 SYSTEM = "You are a helpful assistant who answers briefly and to the point, step by step where that helps."
 """Common to many prompts, so that the prefix cache has something to find."""
+MISTAKE_EVERY = 25
 Body = dict[str, Any]
 
 
@@ -58,31 +59,11 @@ class Traffic:
                 continue
             with self._lock:
                 number = next(self._numbers)
-            outcome = self._ask(number, self._body(number))
+            outcome = self._ask(number, body_of(number, self._model, self._tiers, self._prompts))
             with self._lock:
                 self.outcomes[outcome] += 1
             if outcome.startswith("refused"):
                 time.sleep(1.0)  # a well-behaved client does not hammer a full server
-
-    def _body(self, number: int) -> Body:
-        """The same number is always the same request."""
-        dice = random.Random(number)
-        messages = [{"role": "user", "content": self._prompts[number % len(self._prompts)]}]
-        body: Body = {
-            "model": self._model,
-            "messages": [{"role": "system", "content": SYSTEM}] * (number % 2) + messages,
-            "max_tokens": dice.choice((32, 64, 96, 160)),
-            "temperature": dice.choice((0.0, 0.7, 1.0)),
-            "stream": number % 3 != 0,
-            "dspark": {"tier": dice.choice(self._tiers)},
-        }
-        if number % 4 == 0:
-            body["seed"] = number
-        if number % 11 == 0:
-            body["n"] = 2
-        if number % 25 == 24:
-            body["temperature"] = -1.0  # a mistake: refused with 400
-        return body
 
     def _ask(self, number: int, body: Body) -> str:
         request = urllib.request.Request(
@@ -98,6 +79,27 @@ class Traffic:
         except OSError as error:
             return f"lost: {type(error).__name__}"
         return "answered"
+
+
+def body_of(number: int, model: str, tiers: list[str], prompts: list[str]) -> Body:
+    """The same number is always the same request."""
+    dice = random.Random(number)
+    messages = [{"role": "user", "content": prompts[number % len(prompts)]}]
+    body: Body = {
+        "model": model,
+        "messages": [{"role": "system", "content": SYSTEM}] * (number % 2) + messages,
+        "max_tokens": dice.choice((32, 64, 96, 160)),
+        "temperature": dice.choice((0.0, 0.7, 1.0)),
+        "stream": number % 3 != 0,
+        "dspark": {"tier": dice.choice(tiers)},
+    }
+    if number % 4 == 0:
+        body["seed"] = number
+    if number % 11 == 0:
+        body["n"] = 2
+    if number % MISTAKE_EVERY == MISTAKE_EVERY - 1:
+        body["temperature"] = -1.0  # refused with 400
+    return body
 
 
 def told(url: str, path: str) -> Any:
