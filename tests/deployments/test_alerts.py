@@ -22,6 +22,7 @@ import torch
 import yaml
 from conftest import Server, actor_processes, application, eventually, free_port
 from processes import scheduler_processes
+from test_observability import missing
 from tiny_models import keep_curve, model_args, tiny_llama
 
 from drafter.checkpoint import confidence_weights, replace_confidence
@@ -179,6 +180,7 @@ def test_too_many_clients_of_an_engine_that_is_wrong_about_itself(watched: Prome
 
     with crowd(troubled, more_each_time=1, extra_body={"ignore_eos": True}):
         eventually(all_fired, "all of these fired")
+    assert missing(watched, late=True) == [], "where so much is verified, calibration is told"
 
 
 def test_the_scheduler_is_killed_and_nobody_drafts(watched: Prometheus, troubled: Server) -> None:
