@@ -21,7 +21,7 @@ import numpy as np
 
 from cluster import fleet
 from cluster.budget import survival_levels
-from cluster.messages import BudgetLease, LoadReport, SchedulerMode, SlaTier
+from cluster.messages import BudgetLease, LoadReport, PositionCalibration, SchedulerMode, SlaTier
 from cluster.roster import Company, Entry, Roster
 from cluster.speeds import expected_rate, speeds
 
@@ -65,6 +65,8 @@ class FleetAccount:
 
     tiers: tuple[SlaTier, ...]
     engines: tuple[EngineAccount, ...]
+    calibration: tuple[PositionCalibration, ...]
+    """How true confidences are lately; of positions that were seen often enough since the scheduler was started."""
     scheduler_age_seconds: float
     """Since it was started, or started again."""
 
@@ -75,7 +77,8 @@ def account(roster: Roster, now: float, age_seconds: float) -> FleetAccount:
     whole = {entry.member.engine: company for company in companies for entry in company}
     engines = [_engine(entry, whole.get(entry.member.engine), now) for entry in roster.entries.values()]
     tiers = next((entry.member.tiers for entry in roster.entries.values()), ())
-    return FleetAccount(tiers, tuple(sorted(engines, key=lambda e: (e.replica, e.engine))), age_seconds)
+    engines.sort(key=lambda e: (e.replica, e.engine))
+    return FleetAccount(tiers, tuple(engines), roster.calibration(), age_seconds)
 
 
 def _engine(entry: Entry, company: Company | None, now: float) -> EngineAccount:

@@ -46,6 +46,8 @@ COOLEST, WARMEST = 0.1, 10.0
 """The range that the offline fit searches."""
 MIN_COVERED = 200
 """An error of fewer slots would be mostly noise, and is not reported."""
+RECENT_SLOTS = 20_000
+"""Errors are of about so many slots of the commonest position: when there are more, older ones count half."""
 
 _CENTRES = (np.arange(NUM_LOGITS) + 0.5) / NUM_LOGITS * 2 * LARGEST_LOGIT - LARGEST_LOGIT
 _STEPS = LARGEST_STEP ** np.linspace(-1, 1, 41)
@@ -139,6 +141,10 @@ class Evidence:
         """The same counts at half the weight, as far as halves are whole."""
         counts = self.tested // 2, self.passed // 2, self.covered // 2, self.survived // 2
         return Evidence(*counts, self.predicted / 2)
+
+    def recent(self) -> Evidence:
+        """What errors are told of: the past fades as more comes. Of one slot or more."""
+        return self.halved() if self.covered.sum(axis=2).max() > RECENT_SLOTS else self
 
     def without(self, slots: NDArray[np.bool_]) -> Evidence:
         """Forget what is known of these slots, [G] bool."""

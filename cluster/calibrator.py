@@ -19,8 +19,6 @@ PATIENCE_STEPS = 2048
 """An engine whose evidence wasn't taken for so long refits itself."""
 REFIT_EVERY_STEPS = 256
 REPORT_EVERY_STEPS = 256
-RECENT_SLOTS = 20_000
-"""Errors are of about so many slots of the commonest position: when there are more, older ones count half."""
 COUNTED_TOGETHER = 256
 """Blocks are kept until there are so many: counting one costs as much as counting hundreds, a tenth of a short step."""
 
@@ -66,9 +64,7 @@ class Calibrator:
         evidence = Evidence.of_step(confidences, self.temperatures, known, passed, coupled)
         self._uncounted, self._num_uncounted = [], 0
         self._evidence += evidence
-        self._recent += evidence
-        if self._recent.covered.sum(axis=2).max() > RECENT_SLOTS:
-            self._recent = self._recent.halved()
+        self._recent = (self._recent + evidence).recent()
 
     def take(self) -> Evidence:
         """All that was gathered since the last time."""

@@ -322,6 +322,12 @@ class ServiceMetrics:
         for promise in broken:
             self._broken.labels(tier, promise).inc()
 
+    def promises_kept(self, tier: str) -> tuple[int, int]:
+        """Of how many choices all promises were kept, and of how many that is known."""
+        names = "dspark_sla_requests_good_total", "dspark_sla_requests_total"
+        kept, judged = (int(self.registry.get_sample_value(name, {"tier": tier}) or 0) for name in names)
+        return kept, judged
+
     def observe_admission(self, tier: str, outcome: Admission) -> None:
         """Count how one choice got to a replica. May be called from any thread."""
         self._admissions.labels(tier, outcome).inc()

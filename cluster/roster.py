@@ -12,9 +12,9 @@ from itertools import chain
 from typing import TypeAlias
 
 from cluster import fleet
-from cluster.calibration import Evidence, refit
+from cluster.calibration import Evidence, errors, refit
 from cluster.fleet import Group
-from cluster.messages import BudgetLease, LoadReport, SchedulerMode, SlaTier
+from cluster.messages import BudgetLease, LoadReport, PositionCalibration, SchedulerMode, SlaTier
 from cluster.sps import CostCurve
 
 SILENT_SECONDS = 3.0
@@ -104,7 +104,7 @@ class Roster:
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
         self._temperatures: tuple[float, ...] = ()
-        self._evidence = Evidence.none(0)
+        self._evidence = self._recent = Evidence.none(0)
 
     def introduce(self, member: Member, now: float) -> None:
         """Somebody new, or somebody known whose curve or name has changed."""
@@ -125,8 +125,14 @@ class Roster:
     def _learn(self, evidence: Evidence, temperatures: tuple[float, ...]) -> None:
         """All engines have one drafter, so what became of anybody's drafts moves the temperatures of all."""
         if len(self._temperatures) != len(temperatures):  # the first that is heard of it: nothing else is remembered
-            self._temperatures, self._evidence = temperatures, Evidence.none(len(temperatures))
+            self._temperatures = temperatures
+            self._evidence = self._recent = Evidence.none(len(temperatures))
+        self._recent = (self._recent + evidence).recent()
         self._temperatures, self._evidence = refit(self._evidence + evidence, self._temperatures)
+
+    def calibration(self) -> tuple[PositionCalibration, ...]:
+        """How true the fleet's confidences are lately."""
+        return errors(self._recent, self._temperatures)
 
     def forget_silent(self, now: float) -> None:
         """A dead engine must not weigh on the others, nor hold up its group's successor."""

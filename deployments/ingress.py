@@ -248,7 +248,7 @@ class Ingress:
 
     @app.get("/v1/dspark/scheduler", response_model=None)
     async def scheduler(self, request: Request) -> Response:
-        """What each engine may verify, and why."""
+        """What each engine may verify, and why, and what became of the tiers' promises since this process began."""
         self._keys.check(request)
         if not self._config.is_scheduled:
             message = "nothing is scheduled here: there is no drafter, or how much is verified is fixed"
@@ -259,7 +259,9 @@ class Ingress:
         except (ValueError, RayError, RayServeException, TimeoutError):
             message = "the fleet's scheduler doesn't answer now; engines decide for themselves"
             raise HttpError(503, message, "server_error", "scheduler_unavailable") from None
-        return JSONResponse(asdict(account))
+        kept = {tier: self._metrics.promises_kept(tier) for tier in self._tier_names}
+        attainment = [{"tier": tier, "num_kept": good, "num_judged": of} for tier, (good, of) in kept.items()]
+        return JSONResponse(asdict(account) | {"attainment": attainment})
 
     @app.get("/health", response_model=None)
     async def health(self) -> Response:

@@ -47,21 +47,24 @@ def _first_key(file: Path) -> str:
 
 
 def table(fleet: dict[str, Any]) -> str:
-    """The whole answer as text: a line for each engine, then the tiers and what the words mean."""
+    """The whole answer as text: a line for each engine, then tiers, calibration and what the words mean."""
     rows = [COLUMNS, *(_row(engine) for engine in fleet["engines"])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    tiers = [_tier(tier) for tier in fleet["tiers"]] or ["none"]
     return "\n".join(
         [
             *lines,
             "",
             f"{len(fleet['engines'])} engines, a scheduler of {fleet['scheduler_age_seconds']:.0f} s",
-            f"tiers: {'; '.join(tiers)}",
+            *_tiers(fleet),
+            *_calibration(fleet),
+            "",
             "cap: draft tokens that a step may verify. tok/s, predicted, plain: the engine's output as measured, as",
             "the cost curve expects it under this lease, and without drafts, prompts left out. next request: what",
-            "one more would get, by tier, in tok/s. age: seconds since the engine last said something.",
+            "one more would get, by tier, in tok/s. age: seconds since the engine last said something. kept: choices",
+            "for which all was kept that their tier promises, of those judged since the HTTP side began. calibration",
+            "error: of the predicted survival lately, by position in the block and by how drafts are verified.",
         ]
     )
 
@@ -83,8 +86,34 @@ def _row(engine: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _tier(tier: dict[str, Any]) -> str:
-    return f"{tier['name']} >= {tier['min_tokens_per_second']:g} tok/s (weight {tier['weight']:g})"
+def _tiers(fleet: dict[str, Any]) -> list[str]:
+    """What each tier promises, and how often that was kept."""
+    promised = {tier["name"]: _promise(tier) for tier in fleet["tiers"]}
+    lines = []
+    for each in fleet["attainment"]:
+        name, judged = each["tier"], each["num_judged"]
+        kept = f"kept {each['num_kept'] / judged:.1%} of {judged}" if judged else "none judged yet"
+        lines.append(f"tier {name}: {promised.get(name, 'no engine is there')}; {kept}")
+    return lines
+
+
+def _promise(tier: dict[str, Any]) -> str:
+    promises = []
+    if tier["min_tokens_per_second"]:
+        promises.append(f">= {tier['min_tokens_per_second']:g} tok/s (weight {tier['weight']:g})")
+    if tier["ttft_ms"] is not None:
+        promises.append(f"first token within {tier['ttft_ms']:g} ms")
+    return ", ".join(promises) or "best effort"
+
+
+def _calibration(fleet: dict[str, Any]) -> list[str]:
+    """A line for each mode of verification: the error of each position that was seen often enough."""
+    by_mode: dict[str, list[str]] = {}
+    for seen in fleet["calibration"]:
+        by_mode.setdefault(seen["mode"], []).append(f"{seen['position']}: {seen['error']:.3f}")
+    return [f"calibration error, {mode}: {'  '.join(errors)}" for mode, errors in by_mode.items()] or [
+        "calibration error: too few drafts seen yet"
+    ]
 
 
 if __name__ == "__main__":

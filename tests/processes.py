@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -17,6 +18,16 @@ def actor_processes(actor: str) -> list[psutil.Process]:
                 found.append(process)
         except psutil.NoSuchProcess:
             continue
+    return found
+
+
+def scheduler_processes(application: str) -> list[psutil.Process]:
+    """Those of this application: Serve tells them its name. One that is being replaced may still be among them."""
+    found = []
+    for process in actor_processes("ConfidenceScheduler"):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if process.environ().get("RAY_SERVE_INTERNAL_DEPLOYMENT_APP_NAME") == application:
+                found.append(process)
     return found
 
 

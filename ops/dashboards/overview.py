@@ -75,8 +75,8 @@ LOAD = Row(
             "Sequences with a place in the batch, and those in the queue. A queue that never empties is too much load.",
             "short",
             (
-                Query(f"sum by (replica) (dspark_requests_running{{{ENGINE}}})", "running, {{replica}}"),
-                Query(f"sum by (replica) (dspark_requests_waiting{{{ENGINE}}})", "waiting, {{replica}}"),
+                Query(f"sum by (replica) (dspark_requests_running{{{ENGINE}}})", "replica {{replica}}, running"),
+                Query(f"sum by (replica) (dspark_requests_waiting{{{ENGINE}}})", "replica {{replica}}, waiting"),
             ),
             runbook="dsparkqueuegrowing",
         ),
@@ -84,7 +84,7 @@ LOAD = Row(
             "Output by replica",
             "Tokens per second of each engine. Uneven: requests of very different lengths, or a slow node.",
             "tokens/s",
-            (Query(rate("dspark_generated_tokens_total", ENGINE, "replica"), "{{replica}}"),),
+            (Query(rate("dspark_generated_tokens_total", ENGINE, "replica"), "replica {{replica}}"),),
             stacked=True,
         ),
         Panel(
@@ -132,7 +132,7 @@ MEMORY = Row(
             "KV blocks in use",
             "Share of the pool. Full with preemptions: sequences are recomputed instead of continued.",
             "percentunit",
-            (Query(f"max by (replica) (dspark_kv_cache_usage_ratio{{{ENGINE}}})", "{{replica}}"),),
+            (Query(f"max by (replica) (dspark_kv_cache_usage_ratio{{{ENGINE}}})", "replica {{replica}}"),),
             thresholds=((None, GREEN), (0.8, YELLOW), (0.95, RED)),
             runbook="dsparkkvexhausted",
             maximum=1,
@@ -141,7 +141,7 @@ MEMORY = Row(
             "Preemptions",
             "Sequences per second that gave up their blocks and will be recomputed. Work done twice.",
             "ops",
-            (Query(rate("dspark_preemptions_total", ENGINE, "replica"), "{{replica}}"),),
+            (Query(rate("dspark_preemptions_total", ENGINE, "replica"), "replica {{replica}}"),),
             thresholds=((None, GREEN), (0.1, YELLOW), (1, RED)),
             runbook="dsparkkvexhausted",
         ),
@@ -175,7 +175,11 @@ STEPS = Row(
             "Engine restarts",
             "Times in the last hour that an engine's counters began again at 0.",
             "short",
-            (Query(f"sum by (replica) (resets(dspark_generated_tokens_total{{{ENGINE}}}[1h]))", "{{replica}}"),),
+            (
+                Query(
+                    f"sum by (replica) (resets(dspark_generated_tokens_total{{{ENGINE}}}[1h]))", "replica {{replica}}"
+                ),
+            ),
             thresholds=((None, GREEN), (1, YELLOW), (3, RED)),
             runbook="dsparkenginerestarting",
         ),

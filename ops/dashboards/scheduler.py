@@ -18,11 +18,16 @@ from ops.dashboards.model import (
     ratio,
     stat,
 )
+from ops.rules.alerts import CALIBRATION_LIMIT
 
 MEASURED = "dspark_step_measured_seconds_total"
 PREDICTED = "dspark_step_predicted_seconds_total"
+STEPS = "dspark_step_measured_over_predicted_count"
+"""Those with a prediction."""
+VERIFIED = "dspark_draft_tokens_verified_total"
 CURVE: tuple[Threshold, ...] = ((None, RED), (0.67, YELLOW), (0.8, GREEN), (1.25, YELLOW), (1.5, RED))
 """Measured over predicted step time. The alert's limits are the red ones."""
+CALIBRATED: tuple[Threshold, ...] = ((None, GREEN), (0.05, YELLOW), (CALIBRATION_LIMIT, RED))
 
 
 def _mode(mode: str) -> str:
@@ -62,24 +67,18 @@ NOW = Row(
             runbook="dsparkcostcurveoff",
         ),
         stat(
+            "Calibration error",
+            "How far the predicted survival of drafts is from what happens, at the worst position of any engine.",
+            "percentunit",
+            f"max(dspark_calibration_error_ratio{{{ENGINE}}})",
+            thresholds=CALIBRATED,
+            runbook="dsparkcalibrationoff",
+        ),
+        stat(
             "Budget used",
             "Share of the granted verify budget that steps used.",
             "percentunit",
             ratio("dspark_budget_used_tokens_total", "dspark_budget_granted_tokens_total", ENGINE),
-        ),
-        stat(
-            "Trimmed",
-            "Share of the proposed drafts that were not admitted.",
-            "percentunit",
-            ratio("dspark_draft_tokens_trimmed_total", "dspark_draft_tokens_proposed_total", ENGINE),
-            runbook="many-drafts-are-trimmed",
-        ),
-        stat(
-            "Steps",
-            "Engine steps per second, all engines.",
-            "ops",
-            rate("dspark_steps_total", ENGINE),
-            runbook="dsparkenginestuck",
         ),
     ),
 )
@@ -99,14 +98,14 @@ WHO = Row(
             "Steps without a draft pass",
             "Per second and replica: the budget was 0. Right when saturated; ends by itself.",
             "ops",
-            (Query(rate("dspark_drafter_skipped_steps_total", ENGINE, "replica"), "{{replica}}"),),
+            (Query(rate("dspark_drafter_skipped_steps_total", ENGINE, "replica"), "replica {{replica}}"),),
             runbook="dsparkdrafterproposesnothing",
         ),
         Panel(
             "Load that the budget answers to",
             "Running sequences of each replica: budgets should fall as this rises.",
             "short",
-            (Query(f"sum by (replica) (dspark_requests_running{{{ENGINE}}})", "{{replica}}"),),
+            (Query(f"sum by (replica) (dspark_requests_running{{{ENGINE}}})", "replica {{replica}}"),),
         ),
     ),
 )
@@ -123,6 +122,7 @@ FLEET = Row(
                 Query(f"count(sum by (replica) (dspark_requests_running{{{ENGINE}}}))", "there are"),
             ),
             runbook="dsparkschedulerstale",
+            width=6,
         ),
         Panel(
             "Age of the leases that engines hold",
@@ -130,6 +130,7 @@ FLEET = Row(
             "s",
             quantiles("dspark_lease_age_seconds", ENGINE),
             runbook="dsparkschedulerstale",
+            width=6,
         ),
         Panel(
             "Time of one search over the fleet",
@@ -137,6 +138,7 @@ FLEET = Row(
             "s",
             quantiles("dspark_scheduler_allocate_seconds", HTTP),
             runbook="dsparkschedulerstale",
+            width=6,
         ),
         Panel(
             "Reports and leases",
@@ -147,6 +149,7 @@ FLEET = Row(
                 Query(rate("dspark_scheduler_leases_total", HTTP), "leases"),
             ),
             runbook="dsparkschedulerstale",
+            width=6,
         ),
     ),
 )
@@ -170,7 +173,7 @@ BUDGET = Row(
             (
                 Query(
                     ratio("dspark_budget_used_tokens_total", "dspark_accepted_length_count", ENGINE, "replica"),
-                    "{{replica}}",
+                    "replica {{replica}}",
                 ),
             ),
         ),
@@ -181,7 +184,7 @@ BUDGET = Row(
             (
                 Query(
                     ratio("dspark_draft_tokens_trimmed_total", "dspark_draft_tokens_proposed_total", ENGINE, "replica"),
-                    "{{replica}}",
+                    "replica {{replica}}",
                 ),
             ),
             thresholds=((None, GREEN), (0.7, YELLOW), (0.9, RED)),
@@ -198,7 +201,7 @@ RIGHT = Row(
             "Measured over predicted step time",
             "Near 1: budgets are set by what steps cost. Away from 1: a neighbour, another machine, other threads.",
             "x",
-            (Query(ratio(MEASURED, PREDICTED, ENGINE, "replica"), "{{replica}}"), Query("vector(1)", "right")),
+            (Query(ratio(MEASURED, PREDICTED, ENGINE, "replica"), "replica {{replica}}"), Query("vector(1)", "right")),
             thresholds=CURVE,
             runbook="dsparkcostcurveoff",
         ),
@@ -211,11 +214,66 @@ RIGHT = Row(
             runbook="dsparkcostcurveoff",
         ),
         Panel(
-            "Predicted and measured",
-            "Seconds of step time per second, as the curve expected and as it came.",
-            "percentunit",
-            (Query(rate(PREDICTED, ENGINE), "predicted"), Query(rate(MEASURED, ENGINE), "measured")),
+            "Predicted and measured step time",
+            "Mean of the steps, as the curve expected and as it came.",
+            "s",
+            (Query(ratio(PREDICTED, STEPS, ENGINE), "predicted"), Query(ratio(MEASURED, STEPS, ENGINE), "measured")),
             runbook="dsparkcostcurveoff",
+        ),
+    ),
+)
+
+TRUE = Row(
+    "Are confidences true",
+    (
+        Panel(
+            "Calibration error by position",
+            "Predicted survival against what happened, lately, of the worst engine. A step that lasts: traffic or "
+            "drafter changed, and refits are on their way.",
+            "percentunit",
+            (Query(f"max by (position) (dspark_calibration_error_ratio{{{ENGINE}}})", "position {{position}}"),),
+            thresholds=CALIBRATED,
+            runbook="dsparkcalibrationoff",
+        ),
+        Panel(
+            "Calibration error by mode",
+            "The worst position of each way to verify. coupled: requests with a seed; no data until enough came.",
+            "percentunit",
+            (Query(f"max by (mode) (dspark_calibration_error_ratio{{{ENGINE}}})", "{{mode}}"),),
+            thresholds=CALIBRATED,
+            runbook="dsparkcalibrationoff",
+        ),
+        Panel(
+            "Confidence temperatures",
+            "What each position's logits are divided by: refits move them by at most a fifth at a time. Above 1 the "
+            "drafter was too sure of itself.",
+            "x",
+            (Query(f"avg by (position) (dspark_confidence_temperature{{{ENGINE}}})", "position {{position}}"),),
+            runbook="dsparkcalibrationoff",
+        ),
+    ),
+)
+
+TIERS = Row(
+    "SLA tiers",
+    (
+        Panel(
+            "Verified drafts by tier",
+            "Per second: who gets the verify budget.",
+            "tokens/s",
+            (Query(rate(VERIFIED, ENGINE, "tier"), "{{tier}}"),),
+            stacked=True,
+            runbook="a-tiers-promises-are-broken",
+            width=12,
+        ),
+        Panel(
+            "Verified of proposed by tier",
+            "Share of each tier's drafts that the budget let through. Under load, promised speeds should get more.",
+            "percentunit",
+            (Query(ratio(VERIFIED, "dspark_draft_tokens_proposed_total", ENGINE, "tier"), "{{tier}}"),),
+            runbook="a-tiers-promises-are-broken",
+            maximum=1,
+            width=12,
         ),
     ),
 )
@@ -224,5 +282,5 @@ DASHBOARD = Dashboard(
     "dspark-scheduler",
     "DSpark / Scheduler",
     "Who decides the budget, and is it right?",
-    (NOW, WHO, FLEET, BUDGET, RIGHT),
+    (NOW, WHO, FLEET, BUDGET, TIERS, RIGHT, TRUE),
 )

@@ -18,7 +18,7 @@ from ops.dashboards.model import (
     stat,
 )
 from ops.rules.recording import burn_rate_name, error_ratio_name
-from ops.slo import BURN_WINDOWS, OBJECTIVES, TIERS, Objective
+from ops.slo import BURN_WINDOWS, OBJECTIVES, TIERS, BurnWindow, Objective
 
 RUNBOOK = "dsparkerrorbudgetburn"
 
@@ -99,20 +99,23 @@ def _attainment() -> Row:
     return Row("Attainment", (share, *distributions))
 
 
+def _burns(window: BurnWindow) -> str:
+    """The smaller one of its two rates, by objective; the worst tier counts."""
+    long, short = (f"max by (slo) ({burn_rate_name(length)}{{{HTTP}}})" for length in (window.long, window.short))
+    return f"{long} < {short} or {short}"
+
+
 def _burn() -> Row:
     panels = []
     for severity in ("critical", "warning"):
         windows = [window for window in BURN_WINDOWS if window.severity == severity]
         limits = ", ".join(f"{w.factor:g} over {w.long} and {w.short}" for w in windows)
-        queries = [
-            Query(f"max by (slo) ({burn_rate_name(length)}{{{HTTP}}})", f"{{{{slo}}}}, {length}")
-            for window in windows
-            for length in (window.long, window.short)
-        ]
+        queries = [Query(_burns(w), f"{{{{slo}}}}, {w.long} and {w.short}") for w in windows]
         panels.append(
             Panel(
                 f"Burn rate, {severity} windows",
-                f"The {severity} alert comes at {limits}. Short and long must agree, so that a spike pages nobody.",
+                f"The smaller one of a long and a short window, since both must agree: a spike pages nobody. The "
+                f"{severity} alert comes at {limits}.",
                 "x",
                 tuple(queries),
                 thresholds=((None, GREEN), (1, YELLOW), (min(w.factor for w in windows), RED)),

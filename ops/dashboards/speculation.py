@@ -6,7 +6,6 @@ from ops.dashboards.model import (
     ENGINE,
     GREEN,
     RED,
-    WINDOW,
     YELLOW,
     Dashboard,
     Panel,
@@ -29,6 +28,8 @@ SPEEDUP = ratio("dspark_step_plain_seconds_total", MEASURED, ENGINE)
 ACCEPTED_LENGTH = ratio("dspark_accepted_length_sum", "dspark_accepted_length_count", ENGINE)
 DRAFT_SHARE = ratio("dspark_draft_seconds_sum", "dspark_step_seconds_sum", ENGINE)
 ROUNDS = rate("dspark_accepted_length_count", ENGINE)
+WITHIN = rate("dspark_accepted_length_bucket", f'{ENGINE}, le=~"[1-7](.0)?"', "le")
+"""Rounds of at most so many tokens. Longer ones are too rare to draw."""
 WASTED = f"{rate(VERIFIED, ENGINE)} - {rate(ACCEPTED, ENGINE)}"
 
 
@@ -92,7 +93,7 @@ PAYOFF = Row(
             "Over plain decoding, by the cost curve: believe it while the curve itself is right (Scheduler dashboard).",
             "x",
             (
-                Query(ratio("dspark_step_plain_seconds_total", MEASURED, ENGINE, "replica"), "{{replica}}"),
+                Query(ratio("dspark_step_plain_seconds_total", MEASURED, ENGINE, "replica"), "replica {{replica}}"),
                 Query("vector(1)", "plain decoding"),
             ),
             thresholds=PAYS,
@@ -106,7 +107,7 @@ PAYOFF = Row(
             (
                 Query(
                     ratio("dspark_accepted_length_sum", "dspark_accepted_length_count", ENGINE, "replica"),
-                    "{{replica}}",
+                    "replica {{replica}}",
                 ),
             ),
             thresholds=((None, RED), (1.05, YELLOW), (1.3, GREEN)),
@@ -115,16 +116,12 @@ PAYOFF = Row(
         ),
         Panel(
             "Where the step time goes",
-            "Drafting against verification and everything else, seconds per second.",
+            "Shares of drafting, and of verification and everything else.",
             "percentunit",
-            (
-                Query(f"sum(rate(dspark_draft_seconds_sum{{{ENGINE}}}[{WINDOW}]))", "draft"),
-                Query(
-                    f"{rate('dspark_step_seconds_sum', ENGINE)} - {rate('dspark_draft_seconds_sum', ENGINE)}",
-                    "verify and the rest",
-                ),
-            ),
+            (Query(DRAFT_SHARE, "draft"), Query(f"1 - {DRAFT_SHARE}", "verify and the rest")),
             stacked=True,
+            runbook="speculation-does-not-pay",
+            maximum=1,
         ),
     ),
 )
@@ -188,14 +185,9 @@ DRAFTS = Row(
         ),
         Panel(
             "Accepted length, distribution",
-            "Rounds that committed at most so many tokens, as a share of all rounds.",
+            "Rounds that committed more than so many tokens, as a share of all rounds.",
             "percentunit",
-            (
-                Query(
-                    f"sort({rate('dspark_accepted_length_bucket', ENGINE, 'le')} / on() group_left() {ROUNDS})",
-                    "<= {{le}}",
-                ),
-            ),
+            (Query(f"sort_desc(1 - {WITHIN} / on() group_left() {ROUNDS})", "more than {{le}}"),),
             kind="bargauge",
             maximum=1,
         ),

@@ -15,6 +15,8 @@ from ops.slo import BURN_WINDOWS, GROUP, BurnWindow
 RUNBOOK = "ops/runbook.md"
 """Where the runbook is; the chart puts a URL in its place."""
 REPLICA = f"{GROUP}, replica"
+CALIBRATION_LIMIT = 0.15
+"""A few hundred drafts, the least that an error is told of, can come out at 0.1 by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,15 @@ ALERTS = (
         "warning",
         "{{ $labels.model }}: steps of replica {{ $labels.replica }} take {{ $value | humanize }} times what the cost "
         "curve expects, so verify budgets are wrong",
+    ),
+    Alert(
+        "DSparkCalibrationOff",
+        f"max by ({REPLICA}) (dspark_calibration_error_ratio) > {CALIBRATION_LIMIT:g}"
+        f" and sum by ({REPLICA}) (rate(dspark_draft_tokens_verified_total[15m])) > 0",
+        "15m",
+        "warning",
+        "{{ $labels.model }}: drafts of replica {{ $labels.replica }} survive {{ $value | humanizePercentage }} more "
+        "or less often than predicted, so the wrong ones are verified",
     ),
     Alert(
         "DSparkSchedulerStale",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import psutil
 import pytest
 import ray
 from conftest import Server, actor_processes, application, eventually
+from processes import scheduler_processes
 from ray import serve
 from tiny_models import TinyModel, keep_curve, model_args, tiny_llama
 
@@ -62,19 +62,9 @@ def pair(
         yield running
 
 
-def scheduler_processes() -> list[psutil.Process]:
-    """Those of this application: Serve tells them its name. One that is being replaced may still be among them."""
-    found = []
-    for process in actor_processes("ConfidenceScheduler"):
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if process.environ().get("RAY_SERVE_INTERNAL_DEPLOYMENT_APP_NAME") == APPLICATION:
-                found.append(process)
-    return found
-
-
 def the_scheduler() -> psutil.Process:
-    eventually(lambda: len(scheduler_processes()) == 1, "there is one scheduler")
-    return scheduler_processes()[0]
+    eventually(lambda: len(scheduler_processes(APPLICATION)) == 1, "there is one scheduler")
+    return scheduler_processes(APPLICATION)[0]
 
 
 def engines(strangers: set[psutil.Process]) -> set[psutil.Process]:
@@ -120,6 +110,8 @@ def test_leases_decide_and_the_scheduler_counts(pair: Server) -> None:
     engines = answer.json()["engines"]
     assert [engine["replica"] for engine in engines] == ["0", "1"]
     assert all(engine["speeds"] and engine["epoch"] > 0 for engine in engines)
+    judged = pair.metric("dspark_sla_requests_total")
+    assert answer.json()["attainment"] == [{"tier": "default", "num_kept": judged, "num_judged": judged}]
     assert "2 engines" in table(answer.json())
 
 
@@ -130,7 +122,7 @@ async def load_while_killing(server: Server, kills: int) -> list[int]:
     async def kill() -> None:
         left = kills
         while left > 0:
-            for process in scheduler_processes():
+            for process in scheduler_processes(APPLICATION):
                 process.send_signal(signal.SIGKILL)
                 left -= 1
             await asyncio.sleep(1.0)
@@ -182,5 +174,5 @@ def test_the_controller_may_die_too(pair: Server) -> None:
     assert scheduler.is_running(), "it is adopted, not replaced"
     eventually(lambda: leased(pair), "leases decide steps")
     scheduler.kill()
-    eventually(lambda: bool(scheduler_processes()), "the new controller looks after it")
+    eventually(lambda: bool(scheduler_processes(APPLICATION)), "the new controller looks after it")
     eventually(lambda: leased(pair), "leases decide steps")

@@ -13,6 +13,7 @@ import pytest
 
 from cluster.accounts import Binding, account
 from cluster.budget import encode_survival
+from cluster.calibration import Evidence
 from cluster.messages import BudgetLease, LoadReport, SlaTier
 from cluster.roster import Experience, Member, Roster
 from cluster.sps import CostCurve, DraftSample, Provenance, VerifySample
@@ -55,6 +56,11 @@ def load(num_requests: int, num_slots: int = 4, most: int = 999) -> LoadReport:
     )
 
 
+def attainment(*counts: tuple[int, int]) -> list[dict[str, object]]:
+    """As the ingress tells it, by tier: (kept, judged)."""
+    return [{"tier": t.name, "num_kept": c[0], "num_judged": c[1]} for t, c in zip(TIERS, counts, strict=False)]
+
+
 @pytest.mark.parametrize(
     ("who", "report", "expected"),
     [
@@ -80,6 +86,22 @@ def test_what_binds(who: Member, report: LoadReport, expected: Binding) -> None:
     assert (engine.cap is None) == (expected == "alone")
 
 
+def test_calibration_and_attainment_are_told_where_something_was_seen() -> None:
+    roster = Roster()
+    roster.introduce(replace(member("0"), tiers=TIERS), 0.0)
+    told = {**asdict(account(roster, 0.0, 1.0)), "attainment": attainment((0, 0), (0, 0))}
+    assert "calibration error: too few drafts seen yet" in table(told).splitlines()
+    assert "tier standard: best effort; none judged yet" in table(told).splitlines()
+    # 1000 first slots said 0.7, and half of them passed; 100 of the second are too few.
+    seen = Evidence.of_step(np.full((1000, 2), 0.7), (1.0, 1.0), [2] * 100 + [1] * 900, [1, 0] * 500, [False] * 1000)
+    roster.introduce(replace(member("0"), tiers=TIERS, temperatures=(1.0, 1.0), evidence=seen), 1.0)
+    told = {**asdict(account(roster, 1.0, 1.0)), "attainment": attainment((2, 2), (3, 4))}
+    lines = table(told).splitlines()
+    assert "calibration error, rejection: 0: 0.200" in lines
+    assert "tier standard: best effort; kept 100.0% of 2" in lines
+    assert "tier fast: >= 0.7 tok/s (weight 20); kept 75.0% of 4" in lines
+
+
 def test_the_table_has_a_line_for_each_engine_and_says_why() -> None:
     roster = Roster()
     for rank, (name, count) in enumerate((("0", 3), ("1", 9))):
@@ -88,7 +110,7 @@ def test_the_table_has_a_line_for_each_engine_and_says_why() -> None:
     roster.introduce(replace(member("2"), tiers=TIERS), 0.0)
     roster.note("2", load(5), Experience("local"), 0.0)
     roster.allocate()
-    told = json.loads(json.dumps(asdict(account(roster, 0.2, 61.0))))
+    told = json.loads(json.dumps(asdict(account(roster, 0.2, 61.0)) | {"attainment": []}))
     lines = table(told).splitlines()
     assert [line.split()[0] for line in lines[2:5]] == ["0", "1", "2"]
     assert ["load" in lines[2], "group" in lines[3], "cost" in lines[4]] == [True, True, True]
@@ -100,12 +122,15 @@ def test_the_table_has_a_line_for_each_engine_and_says_why() -> None:
         assert engine["predicted_tokens_per_second"] >= engine["predicted_plain_tokens_per_second"] > 0
 
 
+NOBODY: dict[str, list[object]] = {"tiers": [], "engines": [], "calibration": [], "attainment": []}
+
+
 class Fleet(BaseHTTPRequestHandler):
     """Answers who shows the first key."""
 
     def do_GET(self) -> None:
         accepted = self.headers["Authorization"] == "Bearer first"
-        body = json.dumps({"tiers": [], "engines": [], "scheduler_age_seconds": 1.0} if accepted else {}).encode()
+        body = json.dumps({**NOBODY, "scheduler_age_seconds": 1.0} if accepted else {}).encode()
         self.send_response(200 if accepted else 401)
         self.end_headers()
         self.wfile.write(body)
