@@ -163,7 +163,8 @@ class _Loads:
         i, cap = self.starts[q], self._room(self.starts[q], option)
         last_slot_seconds = self.seconds_QN[q, option - 1] - self.seconds_QN[q, max(option - 2, 0)]
         last_survival = self.cumulative_IS[i, cap] - self.cumulative_IS[i, max(cap - 1, 0)]
-        return float(min(self.rates[q, option] * last_slot_seconds, last_survival))
+        # A difference of sums: rounded up, it would shut out the very slot that it is the value of.
+        return float(min(self.rates[q, option] * last_slot_seconds, last_survival)) * (1 - 1e-9)
 
     def best_with_promises(self, q: int, start: int, kept: int, tiers: Sequence[SlaTier], min_gain: float) -> int:
         """The best option when promised tokens count more; the kept one unless that promises `min_gain` more."""

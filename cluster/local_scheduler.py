@@ -169,7 +169,7 @@ class LocalScheduler:
         """The lengths of the prefixes to verify, one for each drafted chunk of the plan."""
         chunks = plan.drafted
         limits = [len(chunk.proposed) for chunk in chunks]
-        if sum(limits) <= plan.max_drafts and not lease.price:
+        if not chunks or (sum(limits) <= plan.max_drafts and not lease.price):
             return limits
         survivals = np.cumprod([chunk.sequence.confidences for chunk in chunks], axis=1)
         needs = [self._needs.get(chunk.sequence.request_id, 0.0) for chunk in chunks]
