@@ -76,7 +76,7 @@ def everything_admitted(report: LoadReport, curve: CostCurve, tiers: Sequence[Sl
     repaid = survivals.min() >= rate_limit * np.diff(seconds).max()
     worth_drafting = most_tokens / (draft + seconds[-1]) >= running / seconds[0] * (1 + MIN_GAIN)
     speeds = np.array([tier.min_tokens_per_second for tier in tiers] or [0.0])[np.frombuffer(report.tiers, np.uint8)]
-    promises_kept = (1 + levels.sum(axis=1) / LEVELS >= speeds * (draft + seconds[-1])).all()
+    promises_kept = (1 + levels.sum(axis=1) / LEVELS >= speeds * (draft + seconds[-1]) / report.decode_share).all()
     return bool(repaid and worth_drafting and promises_kept)
 
 

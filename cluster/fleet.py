@@ -48,8 +48,17 @@ def allocate(
     promises more than `min_gain` over it, so that noise does not make the batch size flap.
     """
     loads = _Loads(groups)
-    best, kept = loads.rates.argmax(axis=1), loads.previous()
-    return [loads.lease(g, int(best[g]), int(kept[g]), tiers, min_gain) for g in range(len(groups))]
+    best, kept = loads.rates.argmax(axis=1).tolist(), loads.previous()
+    promised = any(tier.min_tokens_per_second and tier.weight > 1 for tier in tiers)
+    leases = []
+    for g in range(len(groups)):
+        if promised:
+            option = loads.best_with_promises(g, max(best[g], 1), kept[g], tiers, min_gain)
+        else:
+            gain = loads.rates[g, best[g]] - loads.rates[g, kept[g]]
+            option = best[g] if gain > min_gain * loads.rates[g, kept[g]] else kept[g]
+        leases.append(loads.leases(g, option, tiers))
+    return leases
 
 
 class _Loads:
@@ -86,15 +95,22 @@ class _Loads:
             seconds_N[:] = self._verify_seconds(q, options_N)
         self.without_Q = self.seconds_QN[:, 0].copy()
         self.seconds_QN += draft_Q[:, None]
-        verified_IN = np.empty((len(self.reports), len(options_N)))
-        for i, below in enumerate(self.below_I.tolist()):
-            sums = self.cumulative_IS[i, below : below + len(options_N)]
-            verified_IN[i, : len(sums)], verified_IN[i, len(sums) :] = sums, self.cumulative_IS[i, -1]
+        verified_IN = self._verified(len(options_N))
         self.rates = np.empty((len(groups), 1 + len(options_N)))
         """[Q, 1 + N] expected tokens per second of each option, nothing promised. More room than slots never wins."""
         np.divide(self.running_Q, self.without_Q, out=self.rates[:, 0])
         np.add(self._by_group(np.add, verified_IN), self.running_Q[:, None], out=self.rates[:, 1:])
         self.rates[:, 1:] /= self.seconds_QN
+
+    def _verified(self, num_options: int) -> Array:
+        """[I, N] drafts that pass, as expected, by option."""
+        if not self.below_I.any():
+            return self.cumulative_IS[:, :num_options]
+        verified_IN = np.empty((len(self.reports), num_options))
+        for i, below in enumerate(self.below_I.tolist()):
+            sums = self.cumulative_IS[i, below : below + num_options]
+            verified_IN[i, : len(sums)], verified_IN[i, len(sums) :] = sums, self.cumulative_IS[i, -1]
+        return verified_IN
 
     def _by_group(self, reduction: np.ufunc, values: NDArray[Any]) -> NDArray[Any]:
         """[I, ...] -> [Q, ...]"""
@@ -107,35 +123,32 @@ class _Loads:
         anchors = int(self.running_I[ranks].max(initial=0))
         return decode_seconds(self.groups[q].curve, anchors, int(self.first_Q[q]) - anchors, options_N, context)
 
-    def previous(self) -> Ints:
+    def previous(self) -> list[int]:
         """[Q] the option that the last leases amount to."""
-        return np.array([self._previous(q, group) for q, group in enumerate(self.groups)], dtype=np.int64)
+        return [self._previous(q, group) for q, group in enumerate(self.groups)]
 
     def _previous(self, q: int, group: Group) -> int:
         if not any(lease.cap for lease in group.previous):
             return 0
         lease = group.previous[0]
         rows = lease.padded_tokens or self.bases_I[self.starts[q]] + lease.cap
-        kept = 1 + int(np.clip(rows - self.first_Q[q], 0, self.spans_Q[q]))
+        kept = 1 + min(max(int(rows - self.first_Q[q]), 0), int(self.spans_Q[q]))
         return kept if kept > 1 or len(group.reports) > 1 else 0
 
-    def lease(self, q: int, best: int, kept: int, tiers: Sequence[SlaTier], min_gain: float) -> list[BudgetLease]:
-        rates = self.rates[q]
-        option = best if rates[best] - rates[kept] > min_gain * rates[kept] else kept
-        if any(tier.min_tokens_per_second and tier.weight > 1 for tier in tiers):
-            option = self._with_promises(q, max(best, 1), kept, tiers, min_gain)
+    def leases(self, q: int, option: int, tiers: Sequence[SlaTier]) -> list[BudgetLease]:
+        """The group's, for that option."""
         ranks = range(self.starts[q], self.starts[q] + len(self.groups[q].reports))
         epochs = [lease.epoch + 1 for lease in self.groups[q].previous] or [0] * len(ranks)
         if option == 0:
             return [BudgetLease(cap=0, epoch=epoch) for epoch in epochs]
-        seconds = self.seconds_QN[q, option - 1]
-        alone = len(ranks) == 1
+        seconds, alone = float(self.seconds_QN[q, option - 1]), len(ranks) == 1
+        padded, price = (0, self._price(q, option)) if alone else (int(self.first_Q[q] + option - 1), 0.0)
         return [
             BudgetLease(
                 cap=self._room(i, option),
-                price=self._price(q, option) if alone else 0.0,
-                padded_tokens=0 if alone else int(self.first_Q[q] + option - 1),
-                floors=tuple(float(tier.min_tokens_per_second * seconds) for tier in tiers),
+                price=price,
+                padded_tokens=padded,
+                floors=tuple(tier.min_tokens_per_second * seconds / self.reports[i].decode_share for tier in tiers),
                 epoch=epoch,
             )
             for i, epoch in zip(ranks, epochs, strict=True)
@@ -150,9 +163,10 @@ class _Loads:
         i, cap = self.starts[q], self._room(self.starts[q], option)
         last_slot_seconds = self.seconds_QN[q, option - 1] - self.seconds_QN[q, max(option - 2, 0)]
         last_survival = self.cumulative_IS[i, cap] - self.cumulative_IS[i, max(cap - 1, 0)]
-        return float(min(self.rates[q, option] * last_slot_seconds, last_survival))
+        # A difference of sums: rounded up, it would shut out the very slot that it is the value of.
+        return float(min(self.rates[q, option] * last_slot_seconds, last_survival)) * (1 - 1e-9)
 
-    def _with_promises(self, q: int, start: int, kept: int, tiers: Sequence[SlaTier], min_gain: float) -> int:
+    def best_with_promises(self, q: int, start: int, kept: int, tiers: Sequence[SlaTier], min_gain: float) -> int:
         """The best option when promised tokens count more; the kept one unless that promises `min_gain` more."""
         ranks = range(self.starts[q], self.starts[q] + len(self.groups[q].reports))
         options = np.arange(self.spans_Q[q] + 1)

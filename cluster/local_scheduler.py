@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+import numpy as np
+
 from cluster import budget, fleet, sla
 from cluster.batcher import Batcher, Plan, Sequence
 from cluster.bypass import Returns, Round
@@ -33,6 +35,8 @@ EXPECTATION_RATE = 0.2
 budget made from the last one alone would give a good block the room of the bad one before it."""
 PROBE_RATE = 0.5
 """The same for what a probe finds: there is one in so many steps."""
+SHARE_RATE = 0.05
+"""How fast the share of decoding follows the steps: about twenty of them tell what newcomers have to expect."""
 REPORT_AGE_STEPS = 2
 """The budget may only use confidences that are at least so old."""
 
@@ -61,6 +65,7 @@ class LocalScheduler:
         self._needs: dict[str, float] = {}
         self._returns = Returns()
         self._seconds_expected = 0.0
+        self._decode_seconds = self._step_seconds = 0.0
         self._expected_confidences = [1.0] * max_drafts  # nothing is known yet: every slot gets its chance
 
     def welcome(self, sequence: Sequence) -> None:
@@ -164,9 +169,9 @@ class LocalScheduler:
         """The lengths of the prefixes to verify, one for each drafted chunk of the plan."""
         chunks = plan.drafted
         limits = [len(chunk.proposed) for chunk in chunks]
-        if sum(limits) <= plan.max_drafts and not lease.price:
+        if not chunks or (sum(limits) <= plan.max_drafts and not lease.price):
             return limits
-        survivals = [budget.survival(chunk.sequence.confidences) for chunk in chunks]
+        survivals = np.cumprod([chunk.sequence.confidences for chunk in chunks], axis=1)
         needs = [self._needs.get(chunk.sequence.request_id, 0.0) for chunk in chunks]
         weights = [self._tiers[chunk.sequence.request.tier].weight for chunk in chunks] if any(needs) else 1.0
         return budget.admit(survivals, limits, replace(lease, cap=plan.max_drafts), needs, weights)
@@ -188,6 +193,7 @@ class LocalScheduler:
             num_waiting=num_waiting,
             drafted=drafted,
             newcomer=self._newcomer(),
+            decode_share=self._decode_seconds / self._step_seconds if self._step_seconds else 1.0,
         )
         self._reports.append(report)
         decoded = [chunk for chunk in plan.chunks if chunk.num_rows == 1]
@@ -211,7 +217,12 @@ class LocalScheduler:
 
     def refresh(self, result: StepResult) -> None:
         """The curve follows the machine: every few steps it learns from the one just done."""
-        if self._curve is None or result.predicted is None or result.step % REFRESH_EVERY_STEPS:
+        if self._curve is None or result.predicted is None:
+            return
+        if result.rounds:  # where nobody decodes, a prompt keeps nobody waiting
+            self._decode_seconds += SHARE_RATE * (self._seconds_expected - self._decode_seconds)
+            self._step_seconds += SHARE_RATE * (result.seconds - self._step_seconds)
+        if result.step % REFRESH_EVERY_STEPS:
             return
         seconds = result.seconds - result.draft_seconds
         self._curve = self._curve.observed(result.num_tokens, result.report.context_tokens, seconds)

@@ -178,6 +178,8 @@ class LoadReport:
     """Most drafts that fit a step's rows."""
     newcomer: bytes = b""
     """uint8 [G], as a row of `survival`: what a request that would join is expected to accept."""
+    decode_share: float = 1.0
+    """Of the time of late steps: what decoding should have taken by the cost curve. The rest went to prompts."""
     request_ids: tuple[str, ...] = ()
     """[R] whose rows these are. Only the engine itself asks; what is sent away leaves them out."""
 

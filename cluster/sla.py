@@ -2,7 +2,8 @@
 
 A request of a tier with m tokens per second needs m * S tokens from a step of S seconds, the drafts' own cost included.
 Its tokens up to there count `weight` times, those beyond once. S follows from how many drafts are verified, promised
-ones included: nobody iterates to that fixed point, since the search goes over S, and needs are a function of it.
+ones included: nobody iterates to that fixed point, since the search goes over S, and needs are a function of it. Where
+steps spend time on prompts as well, S is only a share of what passes meanwhile, and needs are more by as much.
 
 A speed is promised for a whole answer, so a request that is behind needs more than m now (its pace). One that is ahead
 needs a little more than m all the same: whoever aims at just the promised speed misses it half of the time. Pure; a
@@ -61,7 +62,8 @@ class Promises:
         # [G, R]: long rows are what numpy is fast at.
         self._survival = np.ascontiguousarray(survival_levels(report).T / LEVELS)
         self._before = 1 + self._survival.cumsum(axis=0) - self._survival
-        self._speeds = np.array([tier.min_tokens_per_second for tier in tiers])[owners] * paces(report)  # [R]
+        speeds = np.array([tier.min_tokens_per_second for tier in tiers])[owners] * paces(report)
+        self._speeds = speeds / report.decode_share  # [R]
         self._extra = np.array([tier.weight for tier in tiers])[owners] - 1  # [R]
 
     def weighted_tokens(self, seconds: float) -> Array:

@@ -9,8 +9,9 @@ that are there. With
     S    seconds of a step that computes one more row for each who joins, V more drafts for each, and what is verified
          now; in a lockstep group, at least the rows that the group computes anyway
 
-its speed is (1 + the sum of the survivals of V) / S. An engine on which nothing runs would draft what is best for this
-one request. Prompts cost what they cost whatever is drafted, and are left out here as they are in the budget.
+its speed is (1 + the sum of the survivals of V) / S, times the share of late steps' time that went to decoding: what
+goes to prompts doesn't depend on drafts, so the budget leaves it out, but whoever waits for tokens waits for it. An
+engine on which nothing runs would draft what is best for this one request, and has no prompts to wait for.
 """
 
 from __future__ import annotations
@@ -88,10 +89,10 @@ class _Newcomers:
         seconds_N = _seconds(self._report, self._lease, self._curve, self._running + joining, num_drafts)
         if not self._running:
             return float((self._tokens_N / seconds_N).max())
-        need = tier.min_tokens_per_second * MARGIN * seconds_N[0]
+        need = tier.min_tokens_per_second * MARGIN * seconds_N[0] / self._report.decode_share
         values_G = slot_values(self._survival_G[None], np.array([need]), np.array([tier.weight]))[0]
         chosen = int((np.minimum.accumulate(values_G) >= self._least_value).sum())
-        return float(self._tokens_N[chosen] / seconds_N[chosen])
+        return float(self._tokens_N[chosen] / seconds_N[chosen] * self._report.decode_share)
 
 
 def _seconds(

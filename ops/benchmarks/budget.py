@@ -88,7 +88,7 @@ def measure(num_replicas: int, num_requests: int, num_slots: int, repeats: int) 
         ),
         ("allocate, one engine", f"1 x {num_requests} x {num_slots}", lambda: allocate(alone[:1]), None),
     ]
-    survival = generator.uniform(0.3, 1.0, (num_requests, num_slots)).cumprod(axis=1).tolist()
+    survival = generator.uniform(0.3, 1.0, (num_requests, num_slots)).cumprod(axis=1)
     limits, needs, weights = [num_slots] * num_requests, [2.0] * num_requests, [16.0] * num_requests
     lease = BudgetLease(cap=num_requests * num_slots // 2, price=0.01)
     one = f"1 x {num_requests} x {num_slots}"

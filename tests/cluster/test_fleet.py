@@ -284,6 +284,25 @@ def test_needs_are_named_by_request_where_something_is_promised() -> None:
     assert paces(replace(report, paces=b"")).tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("second", [46, 77, 115, 153])
+def test_the_price_lets_the_last_slot_pass(second: int) -> None:
+    rank = Rank([(0, (0.6, second / LEVELS))] * 2)
+    curve = CostCurve.fit([VerifySample(n, 0, 1 + n) for n in (1, 8)], [], HERE)
+    last = [BudgetLease(cap=4)]
+    [[kept]] = allocate([group_of([rank], curve, last)], min_gain=1.0)
+    assert admitted([rank], [kept]) == [(2, 2)]
+
+
+def test_where_prompts_take_time_a_step_must_bring_more() -> None:
+    curve = CostCurve.fit([VerifySample(n, 0, 0.010 + 0.0005 * n) for n in range(1, 9)], [], HERE)
+    rank = Rank([(1, (1.0, 1.0, 0.95)), (0, (0.6, 0.3, 0.1))])
+    whole = group_of([rank], curve)
+    shared = replace(whole, reports=[replace(whole.reports[0], decode_share=0.5)])
+    [[lease], [hurried]] = allocate([whole, shared], TIERS)
+    assert lease.cap == hurried.cap > 0
+    assert hurried.floors == tuple(2 * floor for floor in lease.floors)
+
+
 def test_a_request_that_is_behind_needs_more_and_one_that_is_ahead_no_less() -> None:
     """Promised 100 tokens per second: after a second with 150, 100, 75 and 0 tokens; and promised nothing."""
     encoded = encode_paces([100.0] * 4 + [0.0], [1.0] * 5, [150, 100, 75, 0, 0])

@@ -15,7 +15,7 @@ from cluster import profiler
 from cluster.config import EngineConfig
 from cluster.engine import Engine
 from cluster.local_scheduler import PROBE_EVERY_STEPS
-from cluster.messages import CostCurveError, InvalidRequestError, SlaTier
+from cluster.messages import CostCurveError, InvalidRequestError, SlaTier, StepResult
 from cluster.models.loader import load_decoder
 from cluster.shard import Shard
 from cluster.sps import CostCurve, DraftSample, Provenance, VerifySample
@@ -73,6 +73,25 @@ def test_the_cap_follows_the_curve_and_survivals_rank(tiny: tuple[Path, Any]) ->
         lengths = [r.num_verified for r in step.rounds]
         assert sum(lengths) <= step.cap < 32
         assert max(lengths) - min(lengths) <= 1, "equal survivals share the cap evenly"
+
+
+def test_time_that_goes_to_prompts_is_no_time_to_decode(tiny: tuple[Path, Any]) -> None:
+    """Steps take just what the curve expects."""
+    engine = make_engine(tiny[0], random_drafter(VOCAB), curve(0.1), speculation="scheduled", max_model_len=256)
+    refresh = engine._scheduler.refresh
+
+    def on_time(result: StepResult) -> None:
+        assert result.predicted is not None
+        refresh(replace(result, seconds=result.predicted.step_seconds))
+
+    engine._scheduler.refresh = on_time  # type: ignore[method-assign]
+    run(engine, [request([1, 2, 3], max_tokens=60)])
+    assert engine.last_report.decode_share == pytest.approx(1.0, abs=0.1)
+    engine.add(request([1, 2, 3], max_tokens=150))
+    for first in range(40):  # a prompt in every step, and none that the cache knows
+        engine.add(request([first, *range(50)], max_tokens=1))
+        engine.step()
+    assert engine.last_report.decode_share < 0.6
 
 
 def test_who_was_promised_a_speed_gets_more_of_the_same_budget(tiny: tuple[Path, Any]) -> None:

@@ -84,6 +84,15 @@ def test_more_load_is_slower_and_whoever_waits_counts() -> None:
     assert len(set(found)) == len(found)
 
 
+def test_prompts_keep_newcomers_waiting_where_somebody_runs() -> None:
+    cost, busy, idle = curve(0.05), load(np.random.default_rng(3), 2), load(np.random.default_rng(3), 0)
+    [[lease]] = fleet.allocate([Group([busy], cost)], TIERS)
+    slowed, known = replace(busy, decode_share=0.5), (lease, cost, TIERS, MANY)
+    assert speeds(slowed, *known)[0] == pytest.approx(speeds(busy, *known)[0] / 2)
+    assert rooms(slowed, *known)[1] < rooms(busy, *known)[1]
+    assert speeds(replace(idle, decode_share=0.5), *known) == speeds(idle, *known)
+
+
 @pytest.mark.parametrize("num_requests", [0, 1, 8, 24])
 def test_as_many_have_room_as_get_their_speed(num_requests: int) -> None:
     cost, report = curve(0.1), load(np.random.default_rng(num_requests), num_requests)
