@@ -30,7 +30,7 @@ Binding = Literal["idle", "prompts", "load", "rows", "cost", "promises", "group"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAccount:
-    """One engine. Rates are tokens per second of all its requests, prompts' time left out."""
+    """One engine. Rates are tokens per second of all its requests; prompts' time is left out of all but `speeds`."""
 
     replica: str
     """As the metrics name it."""

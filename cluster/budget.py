@@ -36,6 +36,7 @@ def survival(confidences: Sequence[float]) -> list[float]:
 def encode_survival(rows: Sequence[Sequence[float]], num_slots: int) -> bytes:
     """A report's `survival`: [R][<= num_slots] probabilities, one row per request and as long as its slot limit."""
     # 0 is a slot that may not be verified. Every step does this for a few short rows: plain Python is quicker.
+    assert all(len(row) <= num_slots for row in rows)
     return b"".join(bytes([max(1, round(LEVELS * p)) for p in row]).ljust(num_slots, b"\0") for row in rows)
 
 

@@ -52,7 +52,9 @@ class EngineConfig(ParallelConfig):
     enable_prefix_caching: bool = True
 
     speculation: Literal["scheduled", "fixed"] = Field(
-        "scheduled", description="scheduled: ADMIT by survival and cost; fixed: always num_speculative_tokens"
+        "scheduled",
+        description="scheduled: ADMIT by survival and cost, with a drafter that has a confidence head; "
+        "fixed: always num_speculative_tokens",
     )
     num_speculative_tokens: int | None = Field(
         None, ge=0, description="Most draft tokens per request and step; none: the drafter's block size; 0: plain"

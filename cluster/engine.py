@@ -120,8 +120,8 @@ class Engine:
         return self._scheduler.last_report
 
     def outlook(self) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        """`speeds` and `rooms` of EngineHealth, under the lease that the engine has. From any thread."""
-        return self._scheduler.outlook(self.clock())
+        """`speeds` and `rooms` of EngineHealth, under the lease of the last step. From any thread."""
+        return self._scheduler.outlook(self.num_running + self.num_waiting)
 
     @property
     def has_work(self) -> bool:

@@ -94,7 +94,9 @@ class _Loads:
         for q, seconds_N in enumerate(self.seconds_QN):
             seconds_N[:] = self._verify_seconds(q, options_N)
         self.without_Q = self.seconds_QN[:, 0].copy()
+        """[Q] of a step without drafts; nobody drafts before it."""
         self.seconds_QN += draft_Q[:, None]
+        """[Q, N] of a step, the draft pass included."""
         verified_IN = self._verified(len(options_N))
         self.rates = np.empty((len(groups), 1 + len(options_N)))
         """[Q, 1 + N] expected tokens per second of each option, nothing promised. More room than slots never wins."""
@@ -163,8 +165,9 @@ class _Loads:
         i, cap = self.starts[q], self._room(self.starts[q], option)
         last_slot_seconds = self.seconds_QN[q, option - 1] - self.seconds_QN[q, max(option - 2, 0)]
         last_survival = self.cumulative_IS[i, cap] - self.cumulative_IS[i, max(cap - 1, 0)]
-        # A difference of sums: rounded up, it would shut out the very slot that it is the value of.
-        return float(min(self.rates[q, option] * last_slot_seconds, last_survival)) * (1 - 1e-9)
+        # Rounded to 255ths: where that is up, it would shut out the very slot that it is the value of.
+        last_survival = max(last_survival - 0.5 / LEVELS, 0.0)
+        return float(min(self.rates[q, option] * last_slot_seconds, last_survival))
 
     def best_with_promises(self, q: int, start: int, kept: int, tiers: Sequence[SlaTier], min_gain: float) -> int:
         """The best option when promised tokens count more; the kept one unless that promises `min_gain` more."""

@@ -65,7 +65,8 @@ class LocalScheduler:
         self._needs: dict[str, float] = {}
         self._returns = Returns()
         self._seconds_expected = 0.0
-        self._decode_seconds = self._step_seconds = 0.0
+        self._prompts_expected = 0.0
+        self._decode_seconds = self._prompts_seconds = 0.0
         self._expected_confidences = [1.0] * max_drafts  # nothing is known yet: every slot gets its chance
 
     def welcome(self, sequence: Sequence) -> None:
@@ -87,14 +88,14 @@ class LocalScheduler:
             step=-1, num_prefill_tokens=0, context_tokens=0, num_waiting=0, drafted=False, newcomer=self._newcomer()
         )
 
-    def outlook(self, now: float) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        """By tier: `speeds.speeds` and `speeds.rooms`. Both () where nothing is scheduled."""
+    def outlook(self, num_requests: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
+        """By tier: `speeds.speeds` and `speeds.rooms`, for an engine that has so many requests. () if unscheduled."""
         if self._curve is None:
             return (), ()
         report = self.last_report
-        offer = self._offers.current(report.step, now)
-        lease = offer.lease if offer is not None else self._last_lease
-        known = report, lease, self._curve, self._tiers, self._config.max_num_seqs
+        # Who came since the report waits.
+        report = replace(report, num_waiting=max(num_requests - len(report.tiers), 0))
+        known = report, self._last_lease, self._curve, self._tiers, self._config.max_num_seqs
         return speeds(*known), rooms(*known)
 
     def offer(self, offer: Offer) -> None:
@@ -193,7 +194,7 @@ class LocalScheduler:
             num_waiting=num_waiting,
             drafted=drafted,
             newcomer=self._newcomer(),
-            decode_share=self._decode_seconds / self._step_seconds if self._step_seconds else 1.0,
+            decode_share=self._decode_share(plan),
         )
         self._reports.append(report)
         decoded = [chunk for chunk in plan.chunks if chunk.num_rows == 1]
@@ -203,26 +204,31 @@ class LocalScheduler:
             self._returns.observe(Round(drafts, num_tokens, self._seconds_expected))
         return report
 
+    def _decode_share(self, plan: Plan) -> float:
+        """Of LoadReport, this step included."""
+        if any(chunk.num_rows == 1 for chunk in plan.chunks):  # else a prompt keeps nobody waiting
+            self._decode_seconds += SHARE_RATE * (self._seconds_expected - self._decode_seconds)
+            self._prompts_seconds += SHARE_RATE * (self._prompts_expected - self._prompts_seconds)
+        total = self._decode_seconds + self._prompts_seconds
+        return self._decode_seconds / total if total else 1.0
+
     def predict(self, plan: Plan) -> tuple[float, float, float] | None:
         """Seconds that the curve expects of the plan, of its anchors alone, and of its prompt rows beside them."""
-        self._seconds_expected = 0.0  # without rows, as while only other replicas of a group have any
+        # Without rows, as while only other replicas of a group have any, none.
+        self._seconds_expected = self._prompts_expected = 0.0
         if self._curve is None or not plan.chunks:
             return None
         without_drafts = plan.num_tokens - sum(chunk.num_admitted for chunk in plan.drafted)
         sizes = [plan.num_tokens, without_drafts, sum(chunk.num_rows == 1 for chunk in plan.chunks)]
         verify, plain, anchors = self._curve.step_seconds(sizes, plan.context_tokens).tolist()
         draft = self._curve.draft_seconds(len(plan.drafted))
-        self._seconds_expected = verify + draft - (plain - anchors)
+        self._prompts_expected = plain - anchors
+        self._seconds_expected = verify + draft - self._prompts_expected
         return verify + draft, anchors, plain - anchors
 
     def refresh(self, result: StepResult) -> None:
         """The curve follows the machine: every few steps it learns from the one just done."""
-        if self._curve is None or result.predicted is None:
-            return
-        if result.rounds:  # where nobody decodes, a prompt keeps nobody waiting
-            self._decode_seconds += SHARE_RATE * (self._seconds_expected - self._decode_seconds)
-            self._step_seconds += SHARE_RATE * (result.seconds - self._step_seconds)
-        if result.step % REFRESH_EVERY_STEPS:
+        if self._curve is None or result.predicted is None or result.step % REFRESH_EVERY_STEPS:
             return
         seconds = result.seconds - result.draft_seconds
         self._curve = self._curve.observed(result.num_tokens, result.report.context_tokens, seconds)

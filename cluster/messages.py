@@ -179,7 +179,8 @@ class LoadReport:
     newcomer: bytes = b""
     """uint8 [G], as a row of `survival`: what a request that would join is expected to accept."""
     decode_share: float = 1.0
-    """Of the time of late steps: what decoding should have taken by the cost curve. The rest went to prompts."""
+    """Of the time that late steps should have taken by the cost curve, if somebody decoded in them: what was not for
+    prompts."""
     request_ids: tuple[str, ...] = ()
     """[R] whose rows these are. Only the engine itself asks; what is sent away leaves them out."""
 
@@ -322,5 +323,5 @@ class EngineHealth:
     speeds: tuple[float, ...] = ()
     """By SLA tier (one number without tiers): tokens per second that one more request would get. Empty: unknown."""
     rooms: tuple[int, ...] = ()
-    """Likewise: how many more requests would get the speed that the tier promises."""
+    """Likewise: how many more requests would get a place, and the speed that the tier promises."""
     reason: str = ""

@@ -189,6 +189,9 @@ def _decodes(company: Company) -> bool:
 
 def _group(company: Company) -> Group:
     reports = [entry.report for entry in company if entry.report is not None]
+    # All wait for the prompts of whoever has most.
+    share = min(report.decode_share for report in reports)
+    reports = [replace(report, decode_share=share) for report in reports]
     previous = [entry.lease for entry in company if entry.lease is not None]
     # Only the fullest rank's steps teach it what they cost: the others wait for it.
     curve = max(company, key=lambda entry: len(entry.report.tiers) if entry.report else 0).member.curve

@@ -90,12 +90,12 @@ class Shard:
         ValueError says what doesn't fit; GroupError, that a rank is lost.
         """
         mesh = mesh or Mesh()
-        folder, dtype = resolve_source(config.model_source), getattr(torch, config.dtype)
-        decoder = load_decoder(folder, dtype, mesh.device, mesh)
         # With no tokens to propose a drafter would only cost memory and the projection of its context.
         wanted = mesh.leads and config.drafter_source is not None and config.num_speculative_tokens != 0
-        if wanted and mesh.device.type != "cpu":
-            raise ValueError("drafter_source: drafting on GPUs is not supported yet; leave it out for plain decoding")
+        if wanted:  # what would be for nothing if it was found out later
+            _check_drafter(config, mesh)
+        folder, dtype = resolve_source(config.model_source), getattr(torch, config.dtype)
+        decoder = load_decoder(folder, dtype, mesh.device, mesh)
         drafter = None
         if wanted:
             drafter = _load_drafter(resolve_source(str(config.drafter_source)), decoder, folder, mesh)
@@ -251,6 +251,15 @@ class Shard:
         ):
             self._context.write_all(slots_N, keys_LNHC, values_LNHC)
         self._uncommitted.clear()
+
+
+def _check_drafter(config: EngineConfig, mesh: Mesh) -> None:
+    """ValueError where no target could make this drafter useful."""
+    if mesh.device.type != "cpu":
+        raise ValueError("drafter_source: drafting on GPUs is not supported yet; leave it out for plain decoding")
+    has_confidence = read_config(resolve_source(str(config.drafter_source))).enable_confidence_head
+    if config.speculation == "scheduled" and not has_confidence:
+        raise ValueError("speculation: 'scheduled' needs a drafter_source with a confidence head; set it to 'fixed'")
 
 
 def _load_drafter(folder: Path, decoder: Decoder, target: Path, mesh: Mesh) -> DSpark | ChainDrafter:

@@ -16,7 +16,6 @@ engine on which nothing runs would draft what is best for this one request, and 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -44,18 +43,9 @@ def speeds(
 def rooms(
     report: LoadReport, lease: BudgetLease, curve: CostCurve, tiers: Sequence[SlaTier], max_num_seqs: int
 ) -> tuple[int, ...]:
-    """[tiers] how many more requests of each tier get what it promises, at most max_num_seqs. As in `speeds`."""
+    """[tiers] how many more requests of each tier get a place and the speed that it promises. As in `speeds`."""
     newcomers = _Newcomers(report, lease, curve, tiers, max_num_seqs)
-    return tuple(_room(newcomers, tier, max_num_seqs) for tier in tiers or EVERYBODY)
-
-
-def _room(newcomers: _Newcomers, tier: SlaTier, most: int) -> int:
-    """By halving, since more newcomers make nobody faster."""
-
-    def is_too_slow(num: int) -> bool:
-        return newcomers.speed(tier, num) < tier.min_tokens_per_second
-
-    return bisect_left(range(1, most + 1), True, key=is_too_slow)
+    return tuple(newcomers.room(tier) for tier in tiers or EVERYBODY)
 
 
 def expected_rate(report: LoadReport, lease: BudgetLease, curve: CostCurve) -> float:
@@ -81,6 +71,15 @@ class _Newcomers:
         self._tokens_N = 1 + np.concatenate([[0.0], self._survival_G.cumsum()])
         self._cap = min(lease.cap, int(np.count_nonzero(survival_levels(report))))
         self._least_value = _least_value(report, lease, self._cap, tiers) if self._cap else np.inf
+
+    def room(self, tier: SlaTier) -> int:
+        """Up to the first one that would be too slow: a slot that begins to count for the promise makes the next faster
+        again, but nobody comes next before that one."""
+        most = max(self._num_places - self._report.num_waiting, 0)
+        promised = tier.min_tokens_per_second
+        if not promised:
+            return most
+        return next((num for num in range(most) if self.speed(tier, num + 1) < promised), most)
 
     def speed(self, tier: SlaTier, num_newcomers: int) -> float:
         """Tokens per second of each of so many requests of a tier."""

@@ -31,7 +31,7 @@ class ReplicaLoad:
     speeds: tuple[float, ...] = ()
     """By tier: tokens per second that one more request would get. Empty: nobody has said."""
     rooms: tuple[int, ...] = ()
-    """By tier: how many more requests would get what the tier promises."""
+    """By tier: how many more requests would get a place, and the speed that the tier promises."""
     num_requests_then: int = 0
     """That it had when both were true."""
     num_leaving: int = 0
@@ -140,8 +140,8 @@ class Ticket:
     must_serve: bool
     """An engine has had it before: it is neither held back nor refused."""
     report: Callable[[Admission], None]
+    """Told what `outcome` came to be, if its tier promises a speed."""
     outcome: Admission = "unknown"
-    is_reported: bool = False
 
     def holds(self, met: bool | None, now: float) -> bool:
         """Whether it should wait."""
@@ -151,8 +151,7 @@ class Ticket:
         """Whether it should be refused, when it waits no more."""
         return met is False and not self.must_serve and self.tier.when_unmet == "shed"
 
-    def departs(self) -> None:
-        """It has a replica. Told once, however often replicas refuse it, and only where a speed is promised."""
-        if self.tier.min_tokens_per_second and not self.must_serve and not self.is_reported:
+    def is_taken(self) -> None:
+        """An engine has the request: how it got there is told, unless one had it before."""
+        if self.tier.min_tokens_per_second and not self.must_serve:
             self.report(self.outcome)
-        self.is_reported = True

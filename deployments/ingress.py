@@ -127,9 +127,11 @@ async def _on_error(_: Request, error: Exception) -> JSONResponse:
 class ReplicaStream:
     """A replica's events, with errors as the replica raised them; a replica whose process ended is a lost engine."""
 
-    def __init__(self, stream: Any) -> None:
-        """`stream`: what the handle of a deployment gives for `generate`."""
+    def __init__(self, stream: Any, ticket: Ticket) -> None:
+        """`stream`: what the handle of a deployment gives for `generate`. Once something comes of it, an engine has the
+        request."""
         self._stream = stream
+        self._ticket: Ticket | None = ticket
         self._failed = False
 
     def __aiter__(self) -> Self:
@@ -147,6 +149,9 @@ class ReplicaStream:
             if isinstance(error, RayError):  # its process or its node died, or can't be reached
                 raise EngineDeadError(f"the replica's process died: {' '.join(str(error).split())}") from None
             raise
+        if self._ticket is not None:
+            self._ticket.is_taken()
+            self._ticket = None
         return events
 
     def cancel(self) -> None:
@@ -337,7 +342,7 @@ class Ingress:
         def send(request: EngineRequest, migrates: bool) -> ReplicaStream:
             report = functools.partial(self._metrics.observe_admission, tier.name)
             ticket = Ticket(request, tier, arrived_at + tier.longest_wait_seconds, migrates, report)
-            return ReplicaStream(self._replicas.generate.remote(request, ticket=ticket))
+            return ReplicaStream(self._replicas.generate.remote(request, ticket=ticket), ticket)
 
         return MigratingStream(
             choice.request,

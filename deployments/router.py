@@ -130,7 +130,6 @@ class TierRouter(RequestRouter):  # type: ignore[misc]
         ticket = _ticket(pending)
         if ticket is not None:
             self._memory.served(ticket.request.prompt_token_ids, replica)
-            ticket.departs()
 
 
 def _ticket(pending: PendingRequest) -> Ticket | None:

@@ -62,9 +62,10 @@ def table(fleet: dict[str, Any]) -> str:
             "",
             "cap: draft tokens that a step may verify. tok/s, predicted, plain: the engine's output as measured, as",
             "the cost curve expects it under this lease, and without drafts, prompts left out. next request: what",
-            "one more would get, by tier, in tok/s. age: seconds since the engine last said something. kept: choices",
-            "for which all was kept that their tier promises, of those judged since the HTTP side began. calibration",
-            "error: of the predicted survival lately, by position in the block and by how drafts are verified.",
+            "one more would get, by tier, in tok/s, the time of prompts included. age: seconds since the engine last",
+            "said something. kept: choices for which all was kept that their tier promises, of those that this HTTP",
+            "process judged since it began. calibration error: of the predicted survival lately, by position in the",
+            "block and by how drafts are verified.",
         ]
     )
 

@@ -111,14 +111,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the application answers")
     parser.add_argument("--prompts", type=Path, nargs="+", default=[BUILT_IN], help="JSONL files")
+    parser.add_argument("--tiers", nargs="+", default=["default"], help="SLA tiers to ask for, by name")
     parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--clients", type=int, default=24, help="at the highest level")
     options = parser.parse_args()
     prompts = [text for file in options.prompts for text in read_texts(file)]
     random.Random(0).shuffle(prompts)
     model = told(options.url, "/v1/models")["data"][0]["id"]
-    tiers = [tier["name"] for tier in told(options.url, "/v1/dspark/scheduler")["tiers"]]
-    traffic = Traffic(options.url, model, tiers, prompts, options.clients)
+    traffic = Traffic(options.url, model, options.tiers, prompts, options.clients)
     traffic.run(options.minutes * 60)
     print(", ".join(f"{number} {outcome}" for outcome, number in sorted(traffic.outcomes.items())))
 

@@ -223,11 +223,17 @@ def _scale(axes: Axes, panel: Panel) -> None:
     axes.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(6, integer=panel.unit == "short"))
 
 
+def moment(text: str) -> datetime:
+    """As pictures tell it, or with an offset."""
+    read = datetime.fromisoformat(text)
+    return read if read.tzinfo else read.replace(tzinfo=UTC)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prometheus", default="http://127.0.0.1:9090", help="URL of the server to ask")
     parser.add_argument("--minutes", type=float, default=15.0, help="how far to look back")
-    parser.add_argument("--until", type=datetime.fromisoformat, help="ISO date and time, for a past incident; or now")
+    parser.add_argument("--until", type=moment, help="ISO date and time (UTC unless it says), for what is past; or now")
     parser.add_argument("--window", default="1m", help="range of the rates: at least four scrapes")
     parser.add_argument("--output", type=Path, default=Path("runs/dashboards"), help="folder of the PNGs")
     options = parser.parse_args()

@@ -130,10 +130,11 @@ def test_draft_context_is_the_features_of_committed_tokens(tiny, truth, draft_ev
 
 @pytest.mark.parametrize("family", ["eagle3", "mtp"])
 def test_chains_draft_as_they_would_over_the_whole_sequence(tiny, truth, family) -> None:
-    """Rows come in chunks and rounds, and know the token behind them all the same."""
+    """Rows come in chunks and rounds and again after preemptions, and know the token behind them all the same."""
     folder, model = tiny
     chain = chain_drafter(model, family, VOCAB)
-    engine = make_engine(folder, chain, max_num_batched_tokens=24)
+    settings = {"num_kv_blocks": 40, "max_model_len": 64, "max_num_batched_tokens": 24, "enable_prefix_caching": False}
+    engine = make_engine(folder, chain, **settings)
     blocks: list[tuple[int, int, list[int]]] = []
     propose = chain.propose
 
@@ -143,24 +144,36 @@ def test_chains_draft_as_they_would_over_the_whole_sequence(tiny, truth, family)
         return draft
 
     chain.propose = seen
-    prompt, tokens = max(truth.items(), key=lambda item: len(item[0]))
-    run(engine, [request(list(prompt), max_tokens=MAX_TOKENS)])
-    ids = torch.tensor([[*prompt, *tokens]])
-    outputs: list[torch.Tensor] = []  # Hugging Face's own list has the last one after the final norm
-    layers = [model.model.layers[tap] for tap in chain.target_layer_ids]
+    outputs = run_greedy(engine, truth, 8)
+    assert sum(step.num_preempted for step in outputs.steps) > 0
+    sequences = [torch.tensor([[*prompt, *tokens]]) for prompt, tokens in truth.items()]
+    features = [tapped(model, ids, chain.target_layer_ids) for ids in sequences]
+
+    def block_of(ids: torch.Tensor, taps: torch.Tensor, position: int, drafted: list[int]) -> list[int]:
+        written = torch.cat([ids[:, : position + 1], torch.tensor([drafted])], dim=1)
+        padded = torch.cat([taps[:, : position + 1], taps[:, : len(drafted)]], dim=1)
+        hidden = chain.teacher_forced(written, padded, torch.tensor([[position]]))
+        return chain.base_logits(hidden[0, 0]).argmax(-1).tolist()[: len(drafted)]
+
+    assert len(blocks) > 60
+    for anchor, position, drafted in blocks:
+        assert any(
+            block_of(ids, taps, position, drafted) == drafted
+            for ids, taps in zip(sequences, features, strict=True)
+            if ids.shape[1] > position and ids[0, position] == anchor
+        )
+
+
+def tapped(model: Any, ids: torch.Tensor, layer_ids: tuple[int, ...]) -> torch.Tensor:
+    """What the layers give. Hugging Face's own list of states has the last layer's only after the final norm."""
+    outputs: list[torch.Tensor] = []
+    layers = [model.model.layers[layer] for layer in layer_ids]
     hooks = [layer.register_forward_hook(lambda *seen: outputs.append(seen[-1])) for layer in layers]
     with torch.inference_mode():
         model(ids)
     for hook in hooks:
         hook.remove()
-    features = torch.cat(outputs, dim=-1)
-    assert len(blocks) > 10
-    for anchor, position, drafted in blocks:
-        assert ids[0, position] == anchor
-        written = torch.cat([ids[:, : position + 1], torch.tensor([drafted])], dim=1)
-        padded = torch.cat([features[:, : position + 1], features[:, : len(drafted)]], dim=1)
-        hidden = chain.teacher_forced(written, padded, torch.tensor([[position]]))
-        assert chain.base_logits(hidden[0, 0]).argmax(-1).tolist()[: len(drafted)] == drafted
+    return torch.cat(outputs, dim=-1)
 
 
 def test_a_chain_is_served_from_its_files_and_can_not_be_scheduled(tiny, truth, tmp_path: Path) -> None:
@@ -173,7 +186,7 @@ def test_a_chain_is_served_from_its_files_and_can_not_be_scheduled(tiny, truth, 
     assert sum(event.stats.num_drafted for event in outputs.last.values() if event.stats) > 100
     scheduled = config.model_copy(update={"speculation": "scheduled"})
     with pytest.raises(ValueError, match=r"speculation: .*confidence head"):
-        group.make_engine(scheduled, Shard.load(scheduled))
+        Shard.load(scheduled)
 
 
 @pytest.mark.parametrize("block_size", [2, 4])

@@ -196,7 +196,7 @@ def test_all_promises_are_kept_whenever_that_is_possible(rank: Rank, curve: Cost
         )
 
     assume(any(all_kept(lengths) for lengths in all_lengths([rank])))
-    # Without hysteresis, which leaves a promise broken by less than it.
+    # Without hysteresis, which leaves alone what is worth less than it.
     [leases] = allocate([group_of([rank], curve)], STRICT, min_gain=0.0)
     assert all_kept(admitted([rank], leases, STRICT))
 
@@ -284,9 +284,10 @@ def test_needs_are_named_by_request_where_something_is_promised() -> None:
     assert paces(replace(report, paces=b"")).tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("second", [46, 77, 115, 153])
-def test_the_price_lets_the_last_slot_pass(second: int) -> None:
-    rank = Rank([(0, (0.6, second / LEVELS))] * 2)
+@pytest.mark.parametrize("second", [0.1, 0.3, 46 / LEVELS, 0.5, 0.599])
+def test_the_price_lets_the_last_slot_pass(second: float) -> None:
+    """Also where it lies just under what it was rounded to."""
+    rank = Rank([(0, (0.6, second))] * 2)
     curve = CostCurve.fit([VerifySample(n, 0, 1 + n) for n in (1, 8)], [], HERE)
     last = [BudgetLease(cap=4)]
     [[kept]] = allocate([group_of([rank], curve, last)], min_gain=1.0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_scheduling import curve
+from test_scheduling import HERE, curve
 
 from cluster import fleet
 from cluster.budget import LEVELS, PACE, decode_seconds, encode_survival, slot_values, survival_levels
@@ -14,7 +14,7 @@ from cluster.fleet import Group
 from cluster.messages import BudgetLease, LoadReport, SlaTier
 from cluster.sla import MARGIN
 from cluster.speeds import expected_rate, rooms, speeds
-from cluster.sps import CostCurve
+from cluster.sps import CostCurve, DraftSample, VerifySample
 
 TIERS = (SlaTier("standard"), SlaTier("fast", min_tokens_per_second=1.2, weight=16.0))
 MANY = 1000
@@ -93,21 +93,28 @@ def test_prompts_keep_newcomers_waiting_where_somebody_runs() -> None:
     assert speeds(replace(idle, decode_share=0.5), *known) == speeds(idle, *known)
 
 
-@pytest.mark.parametrize("num_requests", [0, 1, 8, 24])
-def test_as_many_have_room_as_get_their_speed(num_requests: int) -> None:
-    cost, report = curve(0.1), load(np.random.default_rng(num_requests), num_requests)
-    [[lease]] = fleet.allocate([Group([report], cost)], TIERS)
-    most = rooms(report, lease, cost, TIERS, 64)
-    assert most[0] == 64, "nothing is promised"
-
-    def speed_of_last(num: int) -> float:
-        """When the others already wait."""
-        return speeds(replace(report, num_waiting=num - 1), lease, cost, TIERS, 64)[1]
-
-    fast = TIERS[1].min_tokens_per_second
-    assert most[1] == sum(speed_of_last(num) >= fast for num in range(1, 65))
-    faster = (TIERS[0], replace(TIERS[1], min_tokens_per_second=100.0))
-    assert rooms(report, lease, cost, faster, 64) == (64, 0)
+@pytest.mark.parametrize("context_seconds", [0.0, 2e-4])
+@pytest.mark.parametrize("num_requests", [0, 1, 2, 8, 24])
+def test_as_many_have_room_as_come_before_the_first_that_is_too_slow(num_requests: int, context_seconds: float) -> None:
+    samples = [VerifySample(n, c, 1 + 0.1 * n + context_seconds * c) for n in (1, 8, 64) for c in (0, 9000)]
+    cost, found = CostCurve.fit(samples, [DraftSample(1, 0.01)], HERE), set()
+    for seed in range(6):
+        report = replace(load(np.random.default_rng(seed), num_requests), max_draft_tokens=6)
+        report = replace(report, paces=bytes([197]) * num_requests)
+        [[lease]] = fleet.allocate([Group([report], cost)], TIERS)
+        first = speeds(report, lease, cost, TIERS, 64)[0]
+        for promised in (0.5 * first, 0.8 * first, 1.1 * first):
+            tiers = (TIERS[0], replace(TIERS[1], min_tokens_per_second=promised))
+            most = rooms(report, lease, cost, tiers, 64)
+            assert most[0] == 64 - num_requests, "nothing is promised: places"
+            kept = [
+                speeds(replace(report, num_waiting=others), lease, cost, tiers, 64)[1] >= promised
+                for others in range(64 - num_requests)
+            ]
+            assert most[1] == (kept.index(False) if False in kept else len(kept))
+            found.add(most[1])
+    assert len(found) > 1
+    assert rooms(replace(report, num_waiting=60), lease, cost, TIERS, 64)[0] == max(4 - num_requests, 0), "who waits"
 
 
 def test_a_full_engine_gets_no_fuller() -> None:

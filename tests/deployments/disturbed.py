@@ -10,7 +10,7 @@ from conftest import Server, eventually
 from tiny_models import TinyModel, model_args
 
 MODEL = "tiny"
-NUM_TOKENS = 100
+NUM_TOKENS = 150
 PROMPTS = [[11 + i, 5, 900 + i, 42] for i in range(16)]
 SEEDED: dict[str, Any] = {"temperature": 1.0, "frequency_penalty": 0.5, "presence_penalty": 0.2}
 Answer = tuple[str, int]
