@@ -24,8 +24,9 @@ from cluster.sps import CostCurve
 UNLIMITED = BudgetLease(cap=2**31)
 """All that requests and rows allow."""
 PLAIN = BudgetLease(cap=0)
-PROBE_EVERY_STEPS = 64
-"""A step that skips drafting learns nothing about drafts: after so many in a row, one drafts to look again."""
+FIRST_PROBE_STEPS, LONGEST_PROBE_STEPS = 64, 1024
+"""A step that skips drafting learns nothing about drafts: after so many in a row, one drafts to look again. Each time
+that it comes to nothing the next look waits twice as long; when load falls, no look is needed to draft again."""
 LEASE_STEPS = 4
 """A lease stands for so many steps while the same requests decode: what it rests on changes slowly, and searching costs
 time."""
@@ -55,7 +56,8 @@ class LocalScheduler:
         self._curve = curve
         self._tiers = tiers
         self._reports: deque[LoadReport] = deque(maxlen=REPORT_AGE_STEPS)
-        self._num_steps_undrafted = 0
+        self._num_steps_undrafted = self._num_steps_drafted = 0
+        self._probe_after_steps = FIRST_PROBE_STEPS
         self._last_lease = UNLIMITED
         self._leased_mode: SchedulerMode = "bypass"
         self._leased_for: list[Sequence] = []
@@ -125,7 +127,7 @@ class LocalScheduler:
         elif self._num_steps_leased >= LEASE_STEPS or self._leased_for != decoding or self._has_ended(now):
             self._search(self._curve, batcher, offer)
             self._leased_for, self._num_steps_leased = decoding, 0
-        if self._last_lease.cap == 0 and self._num_steps_undrafted >= PROBE_EVERY_STEPS:
+        if self._last_lease.cap == 0 and self._num_steps_undrafted >= self._probe_after_steps:
             return BudgetLease(cap=max(self._max_drafts, len(batcher.running))), self._leased_mode
         return self._last_lease, self._leased_mode
 
@@ -158,8 +160,16 @@ class LocalScheduler:
 
     def drafted(self, sequences: Seq[Sequence], num_slots: int) -> None:
         """Learn from the confidences of these sequences' new blocks; there are none when the step drafts nothing."""
-        rate = PROBE_RATE if self._num_steps_undrafted >= PROBE_EVERY_STEPS else EXPECTATION_RATE
-        self._num_steps_undrafted = 0 if sequences else self._num_steps_undrafted + 1
+        if not sequences:
+            self._num_steps_undrafted, self._num_steps_drafted = self._num_steps_undrafted + 1, 0
+            return
+        is_probe = self._num_steps_undrafted >= self._probe_after_steps
+        self._num_steps_undrafted, self._num_steps_drafted = 0, self._num_steps_drafted + 1
+        if is_probe:
+            self._probe_after_steps = min(2 * self._probe_after_steps, LONGEST_PROBE_STEPS)
+        elif self._num_steps_drafted >= FIRST_PROBE_STEPS:  # it pays again
+            self._probe_after_steps = FIRST_PROBE_STEPS
+        rate = PROBE_RATE if is_probe else EXPECTATION_RATE
         for slot in range(num_slots):
             for sequence in sequences:
                 _follow(sequence.expected_confidences, slot, sequence.confidences[slot], rate)

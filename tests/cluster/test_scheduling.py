@@ -14,7 +14,7 @@ from torch import Tensor
 from cluster import profiler
 from cluster.config import EngineConfig
 from cluster.engine import Engine
-from cluster.local_scheduler import PROBE_EVERY_STEPS
+from cluster.local_scheduler import FIRST_PROBE_STEPS
 from cluster.messages import CostCurveError, InvalidRequestError, SlaTier, StepResult
 from cluster.models.loader import load_decoder
 from cluster.shard import Shard
@@ -49,15 +49,17 @@ def test_when_tokens_are_nearly_free_all_drafts_are_verified_without_a_search(ti
 def test_when_tokens_are_dear_drafting_stops_and_is_probed(tiny: tuple[Path, Any]) -> None:
     drafter = random_drafter(VOCAB)
     drafter._confidence = 0.1
-    engine = scheduled(tiny[0], drafter, curve(10.0, base=0.1))
-    outputs = run(engine, [request([1, 2, 3], max_tokens=120)])
+    cost = curve(10.0, base=0.1)
+    engine = frozen(make_engine(tiny[0], drafter, cost, speculation="scheduled", max_model_len=256))
+    outputs = run(engine, [request([1, 2, 3], max_tokens=250)])
     drafted = [step.step for step in outputs.steps if step.report.drafted]
     skipped = [step for step in outputs.steps if not step.report.drafted and step.rounds]
     assert len(skipped) > 80
     assert {step.mode for step in skipped} == {"local"}
     assert {step.cap for step in skipped} == {0}
     gaps = [later - earlier for earlier, later in zip(drafted, drafted[1:], strict=False)]
-    assert max(gaps) == PROBE_EVERY_STEPS + 1, "after so many steps without a draft, one step drafts again"
+    probes = [gap - 1 for gap in gaps if gap > 1]
+    assert probes == [FIRST_PROBE_STEPS, 2 * FIRST_PROBE_STEPS], "one step drafts again, and more and more rarely"
 
 
 def test_the_cap_follows_the_curve_and_survivals_rank(tiny: tuple[Path, Any]) -> None:
