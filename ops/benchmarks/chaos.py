@@ -93,7 +93,9 @@ class Load:
                 text = response.read().decode()
         except OSError as error:
             return f"{type(error).__name__}: {error}"
-        return "" if text.rstrip().endswith("[DONE]") and '"error"' not in text else text[-300:]
+        return (
+            "" if text.rstrip().endswith("[DONE]") and 'data: {"error"' not in text else text[-300:]
+        )  # a token may say "error", too
 
 
 def counters(url: str) -> dict[str, float]:

@@ -143,53 +143,38 @@ def knowing_drafter(references: list[list[int]], vocab_size: int, error_every: i
 
 def dspark_drafter(model: Any, draft_vocab_size: int) -> DSpark:
     """The real thing with random weights, on the tiny model's embedding and every second row of its head."""
-    config = DrafterConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=model.config.vocab_size,
-        draft_vocab_size=draft_vocab_size,
-        num_target_layers=4,
-        target_layer_ids=TAPS,
-        block_size=5,
-        mask_token_id=0,
-        markov_rank=8,
-    )
-    torch.manual_seed(1)
-    weight = model.get_input_embeddings().weight.detach()
-    target_ids = torch.arange(draft_vocab_size) * (model.config.vocab_size // draft_vocab_size)
-    drafter = DSpark(config, weight, weight[target_ids], target_ids)
-    return drafter.eval().requires_grad_(False)
+    parallel = {"num_hidden_layers": 2, "target_layer_ids": TAPS, "block_size": 5, "markov_rank": 8}
+    drafter = _random_weights(model, draft_vocab_size, **parallel)
+    assert isinstance(drafter, DSpark)
+    return drafter
 
 
 def chain_drafter(model: Any, family: Family, draft_vocab_size: int) -> ChainDrafter:
     """EAGLE-3 or MTP, likewise."""
+    taps = TAPS if family == "eagle3" else (3,)
+    chain = {"num_hidden_layers": 1, "block_size": 3, "markov_rank": 0, "enable_confidence_head": False}
+    drafter = _random_weights(model, draft_vocab_size, family=family, target_layer_ids=taps, **chain)
+    assert isinstance(drafter, ChainDrafter)
+    return drafter
+
+
+def _random_weights(model: Any, draft_vocab_size: int, **kind: Any) -> DSpark | ChainDrafter:
     config = DrafterConfig(
-        family=family,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
         vocab_size=model.config.vocab_size,
         draft_vocab_size=draft_vocab_size,
         num_target_layers=4,
-        target_layer_ids=TAPS if family == "eagle3" else (3,),
-        block_size=3,
         mask_token_id=0,
-        markov_rank=0,
-        enable_confidence_head=False,
+        **kind,
     )
     torch.manual_seed(1)
     weight = model.get_input_embeddings().weight.detach()
     target_ids = torch.arange(draft_vocab_size) * (model.config.vocab_size // draft_vocab_size)
-    drafter = build_drafter(config, weight, weight[target_ids], target_ids)
-    assert isinstance(drafter, ChainDrafter)
-    return drafter.eval().requires_grad_(False)
+    return build_drafter(config, weight, weight[target_ids], target_ids).eval().requires_grad_(False)
 
 
 def make_engine(
