@@ -93,9 +93,8 @@ class Load:
                 text = response.read().decode()
         except OSError as error:
             return f"{type(error).__name__}: {error}"
-        return (
-            "" if text.rstrip().endswith("[DONE]") and 'data: {"error"' not in text else text[-300:]
-        )  # a token may say "error", too
+        failed = 'data: {"error"' in text  # a token may say "error", too
+        return "" if text.rstrip().endswith("[DONE]") and not failed else text[-300:]
 
 
 def counters(url: str) -> dict[str, float]:
