@@ -148,6 +148,18 @@ def test_only_what_was_reported_is_searched_again() -> None:
     assert roster.allocate() == 2, "a group shares its rows"
 
 
+def test_all_ranks_of_a_group_wait_for_the_prompts_of_one() -> None:
+    roster = Roster()
+    for rank, share in ((0, 1.0), (1, 0.5)):
+        say(roster, member(f"rank{rank}", "group", rank, 2), replace(load(4), decode_share=share))
+    roster.allocate()
+    first, second = roster.lease("rank0"), roster.lease("rank1")
+    assert first is not None
+    assert second is not None
+    assert first.floors == second.floors
+    assert first.floors[1] > 0
+
+
 def test_idle_engines_are_members_and_people_are_told_how_fast_a_request_would_be() -> None:
     roster = Roster()
     say(roster, member("idle"), load(0))

@@ -33,6 +33,12 @@ MAX_NUM_WAITING = 64
 MAX_BODY_BYTES = 200_000
 
 
+@pytest.fixture(scope="module")
+def strangers() -> set[psutil.Process]:
+    """Engines of other tests' applications, which go on running."""
+    return set(actor_processes("EngineActor"))
+
+
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
     return resolve_source(MODEL_SOURCE)

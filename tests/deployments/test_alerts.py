@@ -80,12 +80,6 @@ def shortened(rules: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def strangers() -> set[psutil.Process]:
-    """Engines of other tests' applications, which go on running."""
-    return set(actor_processes("EngineActor"))
-
-
-@pytest.fixture(scope="module")
 def troubled(
     serve_port: int, model_folder: Path, strangers: set[psutil.Process], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:

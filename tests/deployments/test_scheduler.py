@@ -45,12 +45,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> TinyM
 
 
 @pytest.fixture(scope="module")
-def strangers() -> set[psutil.Process]:
-    """Engines of other tests' applications, which go on running."""
-    return set(actor_processes("EngineActor"))
-
-
-@pytest.fixture(scope="module")
 def pair(
     serve_port: int, llama: TinyModel, strangers: set[psutil.Process], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
