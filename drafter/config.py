@@ -91,6 +91,9 @@ class TrainConfig:
     slots: int = 10_000_000
     """Budget: supervised block positions."""
     sequences_per_step: int = 8
+    """Of all processes together: how many share a step changes its speed, not what it learns."""
+    gradient_accumulation_steps: int = 1
+    """Parts in which each process computes its sequences of a step: the same gradient in less memory."""
     anchors_per_sequence: int = 128
     max_length: int = 1024
     position_decay: float = 4.0
@@ -116,6 +119,7 @@ class TrainConfig:
         for name in ("warmup_fraction", "decay_fraction", "distillation_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in 0..1, got {getattr(self, name)}")
-        for name in ("slots", "sequences_per_step", "anchors_per_sequence", "max_length"):
+        counts = ("slots", "sequences_per_step", "gradient_accumulation_steps", "anchors_per_sequence", "max_length")
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -15,6 +15,7 @@ from drafter.data import provenance, write_json
 from drafter.experiments import EXPERIMENTS, Experiment
 from drafter.figures import draw, markdown
 from drafter.laboratory import BASE_SLOTS, Laboratory
+from drafter.ranks import joined_ranks
 from drafter.rollout import add_rollout_arguments
 from drafter.target import Target
 
@@ -45,9 +46,12 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.calibration_prompts is None and {"F5", "F6"} & set(names):
         raise ValueError("--calibration-prompts: F5 and F6 calibrate, on prompts that nobody trained on")
     torch.set_num_threads(arguments.threads)
-    laboratory = Laboratory(Target.load(arguments.target), arguments)
     chosen = {name: EXPERIMENTS[name] for name in names}
-    laboratory.train(list(dict.fromkeys(arm for experiment in chosen.values() for arm in experiment.arms)))
+    with joined_ranks() as ranks:
+        laboratory = Laboratory(Target.load(arguments.target), arguments, ranks)
+        laboratory.train(list(dict.fromkeys(arm for experiment in chosen.values() for arm in experiment.arms)))
+        if not ranks.is_leader:
+            return
     for name, experiment in chosen.items():
         _measure(name, experiment, laboratory, arguments)
 

@@ -21,7 +21,7 @@ from drafter.checkpoint import checkpoint_problems, load_drafter, read_config
 from drafter.config import TrainConfig
 from drafter.data import Response
 from drafter.dspark import DSpark
-from drafter.supervision import FeatureMemory, batch_loss, choose_anchors
+from drafter.supervision import FeatureMemory, batch_loss, choose_anchors, step_totals
 from drafter.target import Target, render_chat
 
 _QUESTIONS = ("How do plants make food?", "Write a function that reverses a list.", "What is 17 times 23?")
@@ -95,6 +95,8 @@ def check_taps(target: Target, model: DSpark | ChainDrafter, responses: Sequence
 def tap_overlaps(target: Target, model: DSpark | ChainDrafter, responses: Sequence[Response]) -> dict[int, float]:
     """Teacher-forced acceptance probability, mean over slots, with each tap at its layer and one before and after."""
     blocks = choose_anchors(responses, 64, model.block_size, torch.Generator().manual_seed(0))
+    config = TrainConfig()
+    totals = step_totals(model, responses, blocks, config.position_decay)
     token_ids = [response.token_ids for response in responses]
     last = target.config.num_hidden_layers - 1
     result = {}
@@ -102,7 +104,8 @@ def tap_overlaps(target: Target, model: DSpark | ChainDrafter, responses: Sequen
         layers = [layer + shift for layer in model.target_layer_ids]
         if min(layers) >= 0 and max(layers) <= last:
             features = FeatureMemory(target, layers, 0).get(range(len(responses)), token_ids)
-            result[shift] = batch_loss(model, responses, features, blocks, TrainConfig(), True).overlap
+            _, summary = batch_loss(model, responses, features, blocks, config, True, totals)
+            result[shift] = summary.overlap
     return result
 
 

@@ -29,6 +29,7 @@ from drafter.dspark import DSpark
 from drafter.initial import initial_drafter
 from drafter.interface import Drafter
 from drafter.presets import PRESETS, preset_config
+from drafter.ranks import Ranks
 from drafter.rollout import Conversation, Rollout, Rounds, choose_conversations
 from drafter.supervision import FeatureMemory
 from drafter.target import Target
@@ -73,16 +74,18 @@ class Record:
 class Laboratory:
     """One target, its responses, and the arms trained on them with one budget."""
 
-    def __init__(self, target: Target, arguments: argparse.Namespace) -> None:
-        """arguments: of `python -m drafter experiment`."""
+    def __init__(self, target: Target, arguments: argparse.Namespace, ranks: Ranks) -> None:
+        """arguments: of `python -m drafter experiment`. ranks: the processes that train together."""
         self.target = target
+        self._ranks = ranks
         self.slots = max(1, int(BASE_SLOTS * arguments.budget))
         self._arguments = arguments
         self._responses = trainable(read_responses(arguments.responses), TrainConfig().max_length)
         if not self._responses:
             raise ValueError(f"--responses: {arguments.responses} holds nothing to train on")
         self._root: Path = arguments.runs / f"{self.slots}-slots"
-        self._claim_root()
+        with ranks.leader_first():
+            self._claim_root()
         self._memory: FeatureMemory | None = None
         self._memory_layers: tuple[int, ...] = ()
         self._conversations: list[Conversation] | None = None
@@ -111,14 +114,17 @@ class Laboratory:
         """Train those that aren't yet, one after the other; says how long the rest will take."""
         missing = [arm for arm in arms if arm.is_trained and not self._is_complete(arm)]
         for number, arm in enumerate(missing):
-            tqdm.write(f"[{number + 1}/{len(missing)}] training {arm.name}, {self.slots:,} slots")
+            self._say(f"[{number + 1}/{len(missing)}] training {arm.name}, {self.slots:,} slots")
             started = time.monotonic()
             self._train(arm)
             seconds, left = time.monotonic() - started, len(missing) - number - 1
             if left:
-                tqdm.write(
-                    f"took {seconds / 60:.0f} minutes; {left} more, about {left * seconds / 60:.0f} minutes left"
-                )
+                minutes = seconds / 60
+                self._say(f"took {minutes:.0f} minutes; {left} more, about {left * minutes:.0f} minutes left")
+
+    def _say(self, line: str) -> None:
+        if self._ranks.is_leader:
+            tqdm.write(line)
 
     def decode(self, arm: Arm, tree_nodes: int | None = None) -> Record:
         """Decode the evaluation prompts; the rounds of an earlier run are read back."""
@@ -201,15 +207,16 @@ class Laboratory:
             detach_confidence=arm.detach_confidence,
             seed=arguments.seed,
         )
+        folder = self._folder(arm)
         vocabulary = torch.arange(self.target.config.vocab_size)
-        if not arm.full_vocabulary:
-            vocabulary = run_vocabulary(self._root, arguments.draft_vocabulary, self._responses, self.target)
+        with self._ranks.leader_first():
+            folder.mkdir(parents=True, exist_ok=True)
+            if not arm.full_vocabulary:
+                vocabulary = run_vocabulary(self._root, arguments.draft_vocabulary, self._responses, self.target)
         torch.manual_seed(arguments.seed)
         shape = preset_config(preset, self.target, len(vocabulary), arguments.mask_token_id)
         model = initial_drafter(self.target, shape, vocabulary)
-        folder = self._folder(arm)
-        folder.mkdir(parents=True, exist_ok=True)
-        trainer = Trainer(model, self._features(model.target_layer_ids), self._responses, config)
+        trainer = Trainer(model, self._features(model.target_layer_ids), self._responses, config, self._ranks)
         finish(trainer, folder, arguments.target, SAVE_MINUTES)
 
     def _features(self, layers: tuple[int, ...]) -> FeatureMemory:

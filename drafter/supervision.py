@@ -77,6 +77,14 @@ class Blocks:
     num_slots_M: Tensor
     """Slots whose label is a token of the anchor's own response: the contiguous valid prefix."""
 
+    def of(self, sequences: Sequence[int]) -> Blocks:
+        """The blocks of these sequences, which are counted anew from 0."""
+        number = torch.full((int(self.sequence_M.max()) + 1,), -1)
+        number[list(sequences)] = torch.arange(len(sequences))
+        sequence_M = number[self.sequence_M]
+        kept = sequence_M >= 0
+        return Blocks(sequence_M[kept], self.position_M[kept], self.num_slots_M[kept])
+
 
 def choose_anchors(
     responses: Sequence[Response], num_anchors: int, block_size: int, generator: torch.Generator
@@ -93,16 +101,33 @@ def choose_anchors(
     return Blocks(torch.tensor(sequences), torch.tensor(positions), torch.tensor(slots))
 
 
-@dataclass(slots=True)
-class StepSummary:
-    """Means over the supervised slots of a step, weighted as in the loss."""
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What the sums over a step's slots are divided by, so that its parts add up to the mean of the whole."""
 
-    loss: Tensor
-    num_slots: int
+    slots: float
+    """Sum of w_k."""
+    labels: float
+    """Sum of w_k where the label is in the draft vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """Sums over supervised slots, weighted as in the loss and divided by the step's totals: means, of a whole step."""
+
+    loss: float
     soft_cross_entropy: float
     overlap: float
     """1 - TV(p_d, p_t): the probability that a sampled draft passes."""
     confidence_loss: float
+
+
+def step_totals(
+    model: DSpark | ChainDrafter, responses: Sequence[Response], blocks: Blocks, position_decay: float
+) -> Totals:
+    """Of all blocks of a step."""
+    weight_MG, label_MG = _weights_and_labels(model, _padded_tokens(responses), blocks, position_decay)
+    return Totals(float(weight_MG.sum()), max(float((weight_MG * (label_MG >= 0)).sum()), 1e-6))
 
 
 def batch_loss(
@@ -112,19 +137,19 @@ def batch_loss(
     blocks: Blocks,
     config: TrainConfig,
     distill: bool,
-) -> StepSummary:
-    """Teacher-forced loss of all blocks of a batch, differentiable."""
-    tokens = nn.utils.rnn.pad_sequence([torch.tensor(r.token_ids) for r in responses], batch_first=True)
+    totals: Totals,
+) -> tuple[Tensor, StepSummary]:
+    """Teacher-forced loss of a batch, differentiable, and what it says: its share of the step that `totals` are of."""
+    tokens = _padded_tokens(responses)
     taps = nn.utils.rnn.pad_sequence([f.taps for f in features], batch_first=True)
     hidden_M = _block_hidden(model, tokens, taps, blocks)
     target, row_MG = _target_rows(model, features, blocks)
     weight_MG, label_MG = _weights_and_labels(model, tokens, blocks, config.position_decay)
-    total = float(weight_MG.sum())
+    total = totals.slots
     if distill:
         coefficients = Coefficients(0.0, 1 / total, 0.0)
     else:
-        labelled = float((weight_MG * (label_MG >= 0)).sum())
-        coefficients = Coefficients(config.cross_entropy_weight / max(labelled, 1e-6), 0.0, config.l1_weight / total)
+        coefficients = Coefficients(config.cross_entropy_weight / totals.labels, 0.0, config.l1_weight / total)
 
     loss, soft, overlap, confidence = torch.zeros(()), 0.0, 0.0, 0.0
     state = hidden_M.new_zeros(len(hidden_M), model.config.markov_rank)
@@ -147,7 +172,12 @@ def batch_loss(
             confidence += float(slot_confidence.detach())
         soft += float((weights * slot_soft).sum()) / total
         overlap += float((weights * (1 - distance / 2)).sum()) / total
-    return StepSummary(loss, int(blocks.num_slots_M.sum()), soft, overlap, confidence)
+    return loss, StepSummary(float(loss.detach()), soft, overlap, confidence)
+
+
+def _padded_tokens(responses: Sequence[Response]) -> Tensor:
+    """[B, T] int64."""
+    return nn.utils.rnn.pad_sequence([torch.tensor(r.token_ids) for r in responses], batch_first=True)
 
 
 def _tokens_at(tokens: Tensor, blocks: Blocks, offset: int) -> Tensor:

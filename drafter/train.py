@@ -2,7 +2,8 @@
 
 Features are computed on the fly and never stored on disk; a bounded memory keeps those already seen, so that later
 epochs need no target forward. What a step learns from is drafter/supervision.py's, the first weights are
-drafter/initial.py's; here are Muon + AdamW, the schedule, and a run that survives being killed.
+drafter/initial.py's; here are Muon + AdamW, the schedule, and a run that survives being killed. Processes that torchrun
+starts share the sequences of each step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from drafter.data import Response, draft_vocabulary, epoch_batches, provenance, 
 from drafter.dspark import DSpark
 from drafter.initial import adapted_drafter, initial_drafter
 from drafter.presets import PRESETS, Preset, preset_config
-from drafter.supervision import FeatureMemory, StepSummary, batch_loss, choose_anchors
+from drafter.ranks import ALONE, Ranks, joined_ranks
+from drafter.supervision import Blocks, FeatureMemory, StepSummary, Totals, batch_loss, choose_anchors, step_totals
 from drafter.target import Target
 
 
@@ -46,11 +48,13 @@ class Trainer:
         memory: FeatureMemory,
         responses: list[Response],
         config: TrainConfig,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.model = model
         self.memory = memory
         self.responses = responses
         self.config = config
+        self.ranks = ranks
         backbone = dict(model.backbone.named_parameters())
         matrices = [value for value in backbone.values() if value.ndim == 2]
         others = [value for value in model.parameters() if not any(value is matrix for matrix in matrices)]
@@ -74,25 +78,43 @@ class Trainer:
         return self._batches[batch]
 
     def train_step(self) -> StepSummary:
+        """One step of all processes; its means."""
         config = self.config
-        progress = self.slots / config.slots
         indices = self.indices()
         responses = [self.responses[index] for index in indices]
-        features = self.memory.get(indices, [response.token_ids for response in responses])
         generator = torch.Generator().manual_seed((config.seed << 32) + self.step)
         blocks = choose_anchors(responses, config.anchors_per_sequence, self.model.block_size, generator)
-        distill = progress < config.distillation_fraction
+        totals = step_totals(self.model, responses, blocks, config.position_decay)
+        means = torch.zeros(4)
+        for rows in self.ranks.share(len(indices), config.gradient_accumulation_steps):
+            means += self._backward([indices[row] for row in rows], blocks.of(rows), totals)
+        gradients = [_gradient(parameter) for parameter in self.model.parameters() if parameter.requires_grad]
+        self.ranks.add_up([*gradients, means])
+        self._update()
+        self.slots += int(blocks.num_slots_M.sum())
+        self.step += 1
+        return StepSummary(*means.tolist())
+
+    def _backward(self, indices: list[int], blocks: Blocks, totals: Totals) -> Tensor:
+        """Adds the gradient of these sequences; their share of the step's means, in the order of StepSummary [4]."""
+        responses = [self.responses[index] for index in indices]
+        features = self.memory.get(indices, [response.token_ids for response in responses])
+        distill = self._progress < self.config.distillation_fraction
         with torch.autocast("cpu", torch.bfloat16):
-            summary = batch_loss(self.model, responses, features, blocks, config, distill)
-        summary.loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self.model.parameters(), config.max_gradient_norm)
+            loss, summary = batch_loss(self.model, responses, features, blocks, self.config, distill, totals)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return torch.tensor(dataclasses.astuple(summary))
+
+    def _update(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_gradient_norm)
         for optimizer, rate in zip(self.optimizers, self.rates, strict=True):
-            optimizer.param_groups[0]["lr"] = rate * learning_rate_factor(progress, config)
+            optimizer.param_groups[0]["lr"] = rate * learning_rate_factor(self._progress, self.config)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self.slots += summary.num_slots
-        self.step += 1
-        return summary
+
+    @property
+    def _progress(self) -> float:
+        return self.slots / self.config.slots
 
     def save(self, path: Path) -> None:
         state = {
@@ -111,6 +133,13 @@ class Trainer:
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.slots, self.step = state["slots"], state["step"]
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """Its gradient; zeros where this process had nothing to do with it in this step."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -161,28 +190,37 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 def run(arguments: argparse.Namespace) -> None:
     check_arguments(arguments)
     torch.set_num_threads(arguments.threads)
-    arguments.output.mkdir(parents=True, exist_ok=True)
     preset = _preset(arguments)
     fields = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(TrainConfig)}
     fields |= {name: getattr(preset, name) for name in _PRESET_LOSS if fields[name] is None}
     config = TrainConfig(**fields)
-    path = arguments.responses or _answered(arguments)
-    responses = trainable(read_responses(path), config.max_length)
-    target = Target.load(arguments.target)
+    with joined_ranks() as ranks:
+        with ranks.leader_first():
+            arguments.output.mkdir(parents=True, exist_ok=True)
+            path = arguments.responses or _answered(arguments)
+        responses = trainable(read_responses(path), config.max_length)
+        target = Target.load(arguments.target)
+        with ranks.leader_first():
+            model = _first_model(arguments, preset, responses, target)
+        memory = FeatureMemory(target, model.target_layer_ids, int(arguments.feature_memory_gib * 2**30))
+        trainer = Trainer(model, memory, responses, config, ranks)
+        finish(trainer, arguments.output, arguments.target, arguments.checkpoint_minutes)
+
+
+def _first_model(
+    arguments: argparse.Namespace, preset: Preset, responses: list[Response], target: Target
+) -> DSpark | ChainDrafter:
+    """With the weights that training starts from."""
     target_ids = None
     if arguments.draft_vocabulary is not None:
         target_ids = run_vocabulary(arguments.output, arguments.draft_vocabulary, responses, target)
     torch.manual_seed(arguments.seed)
     if arguments.init is not None:
-        model = adapted_drafter(target, arguments.init, target_ids)
-    else:
-        if target_ids is None:
-            target_ids = torch.arange(target.config.vocab_size)
-        shape = preset_config(preset, target, len(target_ids), arguments.mask_token_id or 0)
-        model = initial_drafter(target, shape, target_ids)
-    memory = FeatureMemory(target, model.target_layer_ids, int(arguments.feature_memory_gib * 2**30))
-    trainer = Trainer(model, memory, responses, config)
-    finish(trainer, arguments.output, arguments.target, arguments.checkpoint_minutes)
+        return adapted_drafter(target, arguments.init, target_ids)
+    if target_ids is None:
+        target_ids = torch.arange(target.config.vocab_size)
+    shape = preset_config(preset, target, len(target_ids), arguments.mask_token_id or 0)
+    return initial_drafter(target, shape, target_ids)
 
 
 def _preset(arguments: argparse.Namespace) -> Preset:
@@ -239,12 +277,15 @@ def finish(trainer: Trainer, folder: Path, source: str, checkpoint_minutes: floa
     if state.exists():
         trainer.load(state)
     _train(trainer, state, checkpoint_minutes)
+    if not trainer.ranks.is_leader:
+        return
     save_checkpoint(trainer.model, folder / "checkpoint")
     facts = provenance(
         target=source,
         train=dataclasses.asdict(trainer.config),
         slots=trainer.slots,
         steps=trainer.step,
+        processes=trainer.ranks.size,
         responses=len(trainer.responses),
         response_tokens=sum(response.num_response_tokens for response in trainer.responses),
     )
@@ -252,9 +293,11 @@ def finish(trainer: Trainer, folder: Path, source: str, checkpoint_minutes: floa
 
 
 def _train(trainer: Trainer, state: Path, checkpoint_minutes: float) -> None:
-    budget = trainer.config.slots
+    budget, leads = trainer.config.slots, trainer.ranks.is_leader
     saved = time.monotonic()
-    with tqdm(total=budget, initial=trainer.slots, unit="slot", unit_scale=True, smoothing=0.05) as bar:
+    with tqdm(
+        total=budget, initial=trainer.slots, unit="slot", unit_scale=True, smoothing=0.05, disable=not leads
+    ) as bar:
         while trainer.slots < budget:
             summary = trainer.train_step()
             bar.update(trainer.slots - bar.n)
@@ -264,7 +307,8 @@ def _train(trainer: Trainer, state: Path, checkpoint_minutes: float) -> None:
                 confidence=f"{summary.confidence_loss:.3f}",
                 refresh=False,
             )
-            if time.monotonic() - saved > 60 * checkpoint_minutes:
+            if leads and time.monotonic() - saved > 60 * checkpoint_minutes:
                 trainer.save(state)
                 saved = time.monotonic()
-    trainer.save(state)
+    if leads:
+        trainer.save(state)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from drafter.config import DrafterConfig, default_target_layer_ids
 from drafter.data import Response
@@ -16,6 +17,11 @@ from drafter.dspark import DSpark
 from drafter.target import Target
 
 VOCABULARY = 97
+TEMPLATE = (
+    "{% if messages[0]['role'] != 'system' %}<start>system\nbe kind<end>\n{% endif %}"
+    "{% for m in messages %}<start>{{ m['role'] }}\n{{ m['content'] }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant\n{% endif %}"
+)
 
 
 def tiny_config(**changes: Any) -> LlamaConfig:
@@ -55,6 +61,34 @@ def tiny_responses(tiny_target: Target) -> list[Response]:
         prompts, attention_mask=torch.ones_like(prompts), do_sample=True, max_new_tokens=40, min_new_tokens=40, top_k=0
     )
     return [Response(tuple(sequence.tolist()), ((4, 44),)) for sequence in sequences]
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama over bytes with a chat template, on disk."""
+    folder = tmp_path_factory.mktemp("chat-model")
+    specials = ["<start>", "<end>"]
+    words = specials + sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<start>", eos_token="<end>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 def drafter_config(**changes: object) -> DrafterConfig:

@@ -18,6 +18,7 @@ from drafter.data import Response, response_line
 from drafter.evaluate import bootstrap
 from drafter.experiments import EXPERIMENTS
 from drafter.laboratory import Arm, Laboratory, Record
+from drafter.ranks import ALONE
 from drafter.rollout import Conversation, Rounds
 from drafter.target import Target
 from tests.drafter.conftest import VOCABULARY
@@ -53,7 +54,7 @@ def laboratory(
     """Without prompt files: rendering needs a tokenizer, which the tiny target hasn't."""
     monkeypatch.setattr("drafter.laboratory.choose_conversations", lambda *_: list(CONVERSATIONS))
     monkeypatch.setattr("drafter.calibration.choose_conversations", lambda *_: list(CONVERSATIONS))
-    return Laboratory(tiny_target, arguments(tmp_path, tiny_responses[:2], "all"))
+    return Laboratory(tiny_target, arguments(tmp_path, tiny_responses[:2], "all"), ALONE)
 
 
 def test_an_arm_is_trained_and_decoded_once(
@@ -76,10 +77,10 @@ def test_drafters_of_other_settings_are_not_taken_for_these(
     laboratory: Laboratory, tiny_target: Target, tiny_responses: list[Response], tmp_path: Path
 ) -> None:
     options = arguments(tmp_path, tiny_responses[:2], "T1")
-    Laboratory(tiny_target, options)
+    Laboratory(tiny_target, options, ALONE)
     options.markov_rank = 8
     with pytest.raises(ValueError, match="are those of markov_rank 4; use another folder"):
-        Laboratory(tiny_target, options)
+        Laboratory(tiny_target, options, ALONE)
 
 
 def test_every_experiment_writes_its_files(

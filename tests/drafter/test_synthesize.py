@@ -10,18 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from drafter.__main__ import main
 from drafter.data import Response, read_responses
 from drafter.target import Target, draw, render_chat, render_user_header
-
-TEMPLATE = (
-    "{% if messages[0]['role'] != 'system' %}<start>system\nbe kind<end>\n{% endif %}"
-    "{% for m in messages %}<start>{{ m['role'] }}\n{{ m['content'] }}<end>\n{% endfor %}"
-    "{% if add_generation_prompt %}<start>assistant\n{% endif %}"
-)
 
 
 def answers(target: Target, prompts: list[list[int]], **changes: int | float) -> dict[int, list[int]]:
@@ -100,34 +92,6 @@ def test_features_are_the_layers_outputs_and_padding_changes_nothing(tiny_target
     torch.testing.assert_close(hidden[:1, :6], alone_hidden)
     weight = torch.ones(128, requires_grad=True)
     (taps * weight).sum().backward()  # training reads the taps: they must not be inference tensors
-
-
-@pytest.fixture(scope="module")
-def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama over bytes with a chat template, on disk."""
-    folder = tmp_path_factory.mktemp("chat-model")
-    specials = ["<start>", "<end>"]
-    words = specials + sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<start>", eos_token="<end>")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def test_rendering_ends_where_the_next_speaker_starts(chat_model: Path) -> None:

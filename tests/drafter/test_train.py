@@ -17,7 +17,7 @@ from drafter.data import Response
 from drafter.dspark import DSpark
 from drafter.initial import adapted_drafter, initial_drafter
 from drafter.presets import PRESETS
-from drafter.supervision import FeatureMemory, batch_loss, choose_anchors
+from drafter.supervision import FeatureMemory, batch_loss, choose_anchors, step_totals
 from drafter.target import Target
 from drafter.train import Trainer, _preset, add_arguments, check_arguments, learning_rate_factor
 from tests.drafter.conftest import VOCABULARY, drafter_config, random_drafter
@@ -144,11 +144,13 @@ def test_loss_of_a_perfect_drafter_is_the_targets_entropy(
     ]
     monkeypatch.setattr("drafter.supervision._block_hidden", lambda *_: torch.stack(rows).float())
     assert model.markov_head is not None  # its W2 starts at zero, so the base logits are all there is
-    summary = batch_loss(model, responses, features, blocks, trainer.config, distill=True)
+    totals = step_totals(model, responses, blocks, trainer.config.position_decay)
+    _, summary = batch_loss(model, responses, features, blocks, trainer.config, True, totals)
     assert summary.overlap == pytest.approx(1, abs=5e-3)  # bf16 of p_t
     shifted = torch.roll(torch.stack(rows).float(), 1, dims=1)
     monkeypatch.setattr("drafter.supervision._block_hidden", lambda *_: shifted)
-    assert batch_loss(model, responses, features, blocks, trainer.config, distill=True).overlap < 0.95
+    _, summary = batch_loss(model, responses, features, blocks, trainer.config, True, totals)
+    assert summary.overlap < 0.95
 
 
 @pytest.mark.parametrize("detach", [False, True])
@@ -163,11 +165,12 @@ def test_a_detached_confidence_loss_trains_its_head_alone(
     assert model.confidence_head is not None
     with torch.no_grad():
         model.confidence_head.proj.weight.normal_()  # at its zero start nothing would flow through it anyway
+    totals = step_totals(model, responses, blocks, trainer.config.position_decay)
     gradients = []
     for weight in (0.0, 1.0):
         model.zero_grad()
         config = dataclasses.replace(trainer.config, confidence_weight=weight)
-        batch_loss(model, responses, features, blocks, config, distill=True).loss.backward()
+        batch_loss(model, responses, features, blocks, config, True, totals)[0].backward()
         gradients.append(model.backbone.fc.weight.grad)
     assert model.confidence_head.proj.weight.grad.any()
     assert torch.equal(*gradients) == detach
