@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 
 ROUND_SECONDS = 0.025
 """Reports of so long are answered together."""
-REPORT_SECONDS = 0.025
-"""Least time between an answer and the next report."""
+REPORT_SECONDS, SETTLED_SECONDS = 0.025, 0.2
+"""Time from a report to the next one, at first and at most. A report keeps the engine's process from its step for some
+milliseconds, so the time doubles while the lease stays what it is; it ends at once when other requests run."""
 IDLE_SECONDS = 0.5
 """An engine that has no news says so this often, to be known."""
 INTRODUCE_SECONDS = 5.0
@@ -98,6 +99,33 @@ class Reporting(Protocol):
     def offer(self, lease: BudgetLease, report: LoadReport, asked_seconds: float) -> None: ...
 
 
+class Rhythm:
+    """When an engine's next report is due, on a clock that is passed in."""
+
+    def __init__(self) -> None:
+        self._asked: LoadReport | None = None
+        self._asked_seconds = -math.inf
+        self._lease: BudgetLease | None = None
+        self._pause_seconds = REPORT_SECONDS
+
+    def is_due(self, report: LoadReport, now: float) -> bool:
+        """Whether `report`, the engine's last, is worth telling now."""
+        waited = now - self._asked_seconds
+        if self._asked is None or report.step == self._asked.step:
+            return waited >= IDLE_SECONDS
+        return waited >= self._pause_seconds or report.request_ids != self._asked.request_ids
+
+    def asked(self, report: LoadReport, now: float) -> None:
+        self._asked, self._asked_seconds = report, now
+
+    def answered(self, lease: BudgetLease | None) -> None:
+        """None: no lease for now."""
+        before, self._lease = self._lease, lease
+        # A rank of a lockstep group shares each step with others, whose news it doesn't know.
+        settled = lease is not None and before is not None and not lease.padded_tokens and lease.cap == before.cap
+        self._pause_seconds = min(2 * self._pause_seconds, SETTLED_SECONDS) if settled else REPORT_SECONDS
+
+
 class Line:
     """An engine's end. `observe` belongs to the step thread and only leaves a note; all else runs on the event loop."""
 
@@ -107,8 +135,8 @@ class Line:
         self._engine = engine
         self._introduce = introduce
         self._scheduler: Any = None
-        self._introduced_seconds = self._asked_seconds = -math.inf
-        self._asked_step: int | None = None
+        self._introduced_seconds = -math.inf
+        self._rhythm = Rhythm()
         self._lock = threading.Lock()
         self._experience = Experience()
 
@@ -129,7 +157,7 @@ class Line:
             await asyncio.sleep(REPORT_SECONDS)
             scheduler, now = self._scheduler, self._engine.clock()
             report = self._engine.last_report
-            if scheduler is None or (report.step == self._asked_step and now - self._asked_seconds < IDLE_SECONDS):
+            if scheduler is None or not self._rhythm.is_due(report, now):
                 continue
             try:
                 async with asyncio.timeout(PATIENCE_SECONDS):
@@ -146,9 +174,10 @@ class Line:
             member, self._introduced_seconds = self._introduce(), now
         with self._lock:
             experience, self._experience = self._experience, Experience()
-        self._asked_step, self._asked_seconds = report.step, now
+        self._rhythm.asked(report, now)
         sent = replace(report, request_ids=())
         answer: Answer = await scheduler.report.remote(self._name, sent, experience, member)
+        self._rhythm.answered(answer.lease)
         if not answer.known:
             self._introduced_seconds = -math.inf
         elif answer.lease is not None:

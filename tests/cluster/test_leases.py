@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -13,6 +14,7 @@ from test_scheduling import VOCAB, curve
 from tiny_engine import Outputs, make_engine, prompts, random_drafter, request
 
 from cluster.budget import encode_survival
+from cluster.confidence_scheduler import IDLE_SECONDS, Rhythm
 from cluster.engine import Engine
 from cluster.leases import Offer, Offers
 from cluster.messages import BudgetLease, LoadReport
@@ -72,6 +74,40 @@ def test_a_younger_offer_that_has_ended_is_not_outlived_by_an_older_one() -> Non
 def test_a_rank_fills_up_to_the_rows_of_its_group() -> None:
     shared = Offer.of(BudgetLease(cap=3, padded_tokens=20), report(num_requests=4, prefill=6), 0.0)
     assert [shared.share(running).cap for running in (4, 6, 2, 14, 40)] == [10, 8, 12, 0, 0]
+
+
+def times_of_reports(rhythm: Rhythm, lease: BudgetLease | None, start: int, end: int) -> list[int]:
+    """Milliseconds at which an engine reports that steps and looks every 7 ms, if every answer is this lease."""
+    times = []
+    for now in range(start, end, 7):
+        newest = report(step=now)
+        if rhythm.is_due(newest, now / 1000):
+            times.append(now)
+            rhythm.asked(newest, now / 1000)
+            rhythm.answered(lease)
+    return times
+
+
+def test_reports_become_rare_while_the_lease_stays_and_come_at_once_for_other_requests() -> None:
+    rhythm = Rhythm()
+    settled = times_of_reports(rhythm, BudgetLease(cap=3, price=0.1), 0, 2000)
+    assert [b - a for a, b in itertools.pairwise(settled)][:5] == [28, 56, 105, 203, 203]
+    assert rhythm.is_due(report(step=3000, num_requests=3), settled[-1] / 1000 + 0.01)
+    assert not rhythm.is_due(report(step=3000), settled[-1] / 1000 + 0.01)
+    changed = times_of_reports(rhythm, BudgetLease(cap=4), 2002, 2500)
+    assert changed[1] - changed[0] == 28, "another cap is news"
+
+
+@pytest.mark.parametrize("lease", [None, BudgetLease(cap=3, padded_tokens=9)])
+def test_without_a_lease_of_its_own_an_engine_reports_often(lease: BudgetLease | None) -> None:
+    assert len(times_of_reports(Rhythm(), lease, 0, 1000)) == 36
+
+
+def test_an_engine_that_stands_still_is_heard_now_and_then() -> None:
+    rhythm, still = Rhythm(), report(step=7)
+    rhythm.asked(still, 1.0)
+    assert not rhythm.is_due(still, 1.0 + IDLE_SECONDS - 0.01)
+    assert rhythm.is_due(still, 1.0 + IDLE_SECONDS)
 
 
 def scheduled(folder: Path, cost: Any, **settings: Any) -> tuple[Engine, list[float]]:
