@@ -35,6 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--results", type=Path, default=Path("ops/results/drafters"), help="what comes out (default: %(default)s)"
     )
     parser.add_argument("--budget", type=float, default=1.0, help=f"in {BASE_SLOTS:,} slots a drafter (default: 1)")
+    parser.add_argument(
+        "--sequences-per-step", type=int, default=4, help="small steps: a small budget needs many (default: 4)"
+    )
+    parser.add_argument("--anchors-per-sequence", type=int, default=32, help="blocks of each sequence (default: 32)")
     parser.add_argument("--draft-vocabulary", type=int, default=8192, help="of all but the ablation (default: 8192)")
     parser.add_argument("--markov-rank", type=int, default=64, help="rank of the sequential heads (default: 64)")
     parser.add_argument("--mask-token-id", type=int, default=0, help="reserved row of the embedding (default: 0)")
@@ -66,6 +70,8 @@ def _measure(name: str, experiment: Experiment, laboratory: Laboratory, argument
             prompts=[path.name for path in arguments.prompts],
             seed=arguments.seed,
             slots=laboratory.slots,
+            sequences_per_step=arguments.sequences_per_step,
+            anchors_per_sequence=arguments.anchors_per_sequence,
             response_tokens=laboratory.num_response_tokens,
             temperature=arguments.temperature,
             max_new_tokens=arguments.max_new_tokens,

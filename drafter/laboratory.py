@@ -94,6 +94,7 @@ class Laboratory:
         """Note what its drafters are trained with; ValueError naming what differs from what lies there already."""
         arguments = self._arguments
         names = ("target", "draft_vocabulary", "markov_rank", "mask_token_id", "seed")
+        names += ("sequences_per_step", "anchors_per_sequence")
         settings = {name: getattr(arguments, name) for name in names} | {"response_tokens": self.num_response_tokens}
         path = self._root / "laboratory.json"
         if not path.exists():
@@ -202,6 +203,8 @@ class Laboratory:
         )
         config = TrainConfig(
             slots=self.slots,
+            sequences_per_step=arguments.sequences_per_step,
+            anchors_per_sequence=arguments.anchors_per_sequence,
             distillation_fraction=preset.distillation_fraction,
             position_decay=preset.position_decay,
             detach_confidence=arm.detach_confidence,
