@@ -16,10 +16,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from drafter.data import shown_words
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "ops" / "results"
 SPEEDUP, ALONE, PEERS = (RESULTS / name for name in ("speedup.json", "speedup_alone.json", "peers.json"))
 DRAFTER = RESULTS / "drafters" / "smollm2-135m-instruct.json"
+LABORATORY = RESULTS / "drafters" / "T1.json"
 
 Row = dict[str, Any]
 
@@ -39,10 +42,10 @@ def provenance() -> Row:
 
 
 def _command() -> str:
-    """What was typed; of absolute paths only the name, since folders of this machine tell nobody anything."""
+    """What was typed."""
     spec = sys.modules["__main__"].__spec__
     program = f"python -m {spec.name}" if spec else Path(sys.argv[0]).name
-    return " ".join([program, *[Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]])
+    return " ".join([program, *shown_words(sys.argv[1:])])
 
 
 def _commit() -> str:
@@ -149,6 +152,38 @@ def drafter_section(results: Row) -> str:
     )
 
 
+def laboratory_section(results: Row) -> str:
+    """What `python -m drafter experiment T1` found: each drafter by data set, and what the first gains over it."""
+    lengths = {(row["drafter"], row["dataset"]): row for row in (*results["rows"], *results["macro"])}
+    drafters = list(dict.fromkeys(row["drafter"] for row in results["rows"]))
+    datasets = list(dict.fromkeys(row["dataset"] for row in results["rows"]))
+    gains = {row["over"]: row for row in results["gains"] if row["dataset"] == "macro"}
+    lines = []
+    for drafter in drafters:
+        mean = lengths[drafter, "macro"]
+        lines.append(
+            [
+                drafter,
+                *[f"{lengths[drafter, dataset]['accepted_length']:.2f}" for dataset in datasets],
+                f"{mean['accepted_length']:.2f} ({mean['low']:.2f}-{mean['high']:.2f})",
+                _gain(gains[drafter]) if drafter in gains else "-",
+            ]
+        )
+    made = results["provenance"]
+    header = ["drafter", *datasets, "mean", f"{results['gains'][0]['drafter']} over it"]
+    return "\n\n".join(
+        [
+            f"Measured {made['date'][:10]} on {made['machine']}, torch {made['versions']['torch']}, at temperature "
+            f"{made['temperature']:g}, {made['slots']:,} slots each, with `{' '.join(made['command'])}`.",
+            table(header, lines),
+        ]
+    )
+
+
+def _gain(row: Row) -> str:
+    return f"{row['percent']:+.1f}% ({row['low']:+.1f}..{row['high']:+.1f})"
+
+
 def speedup_section(results: Row) -> str:
     """The README's words around a speed-up run's tables."""
     limit = results["memory_bandwidth_limit"]
@@ -193,6 +228,8 @@ def main() -> None:
         text = fill(text, "alone", f"{_measured_on(results)}\n\n{speedup_table(results['rows'])}")
     if DRAFTER.exists():
         text = fill(text, "drafter", drafter_section(json.loads(DRAFTER.read_text())))
+    if LABORATORY.exists():
+        text = fill(text, "laboratory", laboratory_section(json.loads(LABORATORY.read_text())))
     if PEERS.exists():
         results = json.loads(PEERS.read_text())
         text = fill(text, "peers", f"{_measured_on(results)}\n\n{peers_table(results['rows'])}")
