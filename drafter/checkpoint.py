@@ -71,18 +71,6 @@ def replace_confidence(folder: Path, weight: Tensor, bias: float) -> None:
     write_tensors(tensors, folder)
 
 
-def load_checkpoint(
-    folder: Path, embed_weight: Tensor, lm_head_weight: Tensor, dtype: torch.dtype = torch.bfloat16
-) -> DSpark:
-    """`load_drafter` for whoever can use parallel blocks only: ValueError for another family."""
-    family = read_config(folder).family
-    if family != "block":
-        raise ValueError(f"{folder}: {_ARCHITECTURES[family]} drafts as a chain; a {ARCHITECTURE} is needed here")
-    model = load_drafter(folder, embed_weight, lm_head_weight, dtype)
-    assert isinstance(model, DSpark)
-    return model
-
-
 def load_drafter(
     folder: Path, embed_weight: Tensor, lm_head_weight: Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> DSpark | ChainDrafter:

@@ -93,8 +93,8 @@ class Laboratory:
     def _claim_root(self) -> None:
         """Note what its drafters are trained with; ValueError naming what differs from what lies there already."""
         arguments = self._arguments
-        names = ("target", "draft_vocabulary", "markov_rank", "mask_token_id", "seed")
-        names += ("sequences_per_step", "anchors_per_sequence")
+        names = ["target", "draft_vocabulary", "markov_rank", "mask_token_id", "seed"]
+        names += ["sequences_per_step", "anchors_per_sequence"]
         settings = {name: getattr(arguments, name) for name in names} | {"response_tokens": self.num_response_tokens}
         path = self._root / "laboratory.json"
         if not path.exists():

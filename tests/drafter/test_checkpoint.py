@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafter.checkpoint import confidence_weights, load_checkpoint, replace_confidence, save_checkpoint
+from drafter.checkpoint import confidence_weights, load_drafter, replace_confidence, save_checkpoint
 from drafter.dspark import DSpark
 from tests.drafter.conftest import drafter_config, random_drafter
 
@@ -23,7 +23,7 @@ def target_weights(model: DSpark) -> tuple[torch.Tensor, torch.Tensor]:
 def test_round_trip(tmp_path: Path, kind: str, draft_vocab_size: int) -> None:
     model = random_drafter(drafter_config(markov_head_type=kind, draft_vocab_size=draft_vocab_size))
     save_checkpoint(model, tmp_path, dtype=torch.float32)
-    loaded = load_checkpoint(tmp_path, *target_weights(model), dtype=torch.float32)
+    loaded = load_drafter(tmp_path, *target_weights(model), dtype=torch.float32)
     assert loaded.config == model.config
     assert torch.equal(loaded.target_ids, model.target_ids)
     assert torch.equal(loaded.lm_head, model.lm_head)
@@ -60,7 +60,7 @@ def test_incomplete_checkpoints_are_refused(tmp_path: Path, damage: str) -> None
         tensors["fc.weight"] = tensors["fc.weight"][:, :64].clone()
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"up_proj|fc\.weight"):
-        load_checkpoint(tmp_path, *target_weights(model))
+        load_drafter(tmp_path, *target_weights(model))
 
 
 def test_a_checkpoint_of_another_target_is_refused(tmp_path: Path) -> None:
@@ -68,19 +68,19 @@ def test_a_checkpoint_of_another_target_is_refused(tmp_path: Path) -> None:
     save_checkpoint(model, tmp_path)
     other = torch.zeros(97, 32)
     with pytest.raises(ValueError, match="width 64"):
-        load_checkpoint(tmp_path, other, other)
+        load_drafter(tmp_path, other, other)
 
 
 def test_missing_and_foreign_folders_are_refused(tmp_path: Path) -> None:
     weights = torch.zeros(97, 64), torch.zeros(97, 64)
     with pytest.raises(ValueError, match=r"config\.json is missing"):
-        load_checkpoint(tmp_path / "nowhere", *weights)
+        load_drafter(tmp_path / "nowhere", *weights)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     with pytest.raises(ValueError, match="Qwen3DSparkModel"):
-        load_checkpoint(tmp_path, *weights)
+        load_drafter(tmp_path, *weights)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3DSparkModel"], "rope_theta": 1.0}))
     with pytest.raises(ValueError, match="'hidden_size' is missing"):
-        load_checkpoint(tmp_path, *weights)
+        load_drafter(tmp_path, *weights)
 
 
 def test_sts_temperatures_scale_the_confidence(tmp_path: Path) -> None:
@@ -94,12 +94,12 @@ def test_sts_temperatures_scale_the_confidence(tmp_path: Path) -> None:
 
     raw = model.propose(*arguments, sampler, 5).confidences
     (tmp_path / "calibration.json").write_text(json.dumps({"sts_temperatures": [1.0, 2.0, 0.5, 1.0, 4.0]}))
-    scaled = load_checkpoint(tmp_path, *target_weights(model), dtype=torch.float32).propose(*arguments, sampler, 5)
+    scaled = load_drafter(tmp_path, *target_weights(model), dtype=torch.float32).propose(*arguments, sampler, 5)
     expected = (raw.logit() / torch.tensor([1.0, 2.0, 0.5, 1.0, 4.0])).sigmoid()
     torch.testing.assert_close(scaled.confidences, expected, atol=1e-5, rtol=1e-4)
     (tmp_path / "calibration.json").write_text(json.dumps({"sts_temperatures": [1.0]}))
     with pytest.raises(ValueError, match="1 positions, not 5"):
-        load_checkpoint(tmp_path, *target_weights(model))
+        load_drafter(tmp_path, *target_weights(model))
 
 
 def test_the_confidence_head_is_replaced_in_the_weights(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_the_confidence_head_is_replaced_in_the_weights(tmp_path: Path) -> None:
     save_checkpoint(model, tmp_path, dtype=torch.float32)
     weight, bias = confidence_weights(tmp_path)
     replace_confidence(tmp_path, weight * 2, bias - 0.5)
-    loaded = load_checkpoint(tmp_path, *target_weights(model), dtype=torch.float32)
+    loaded = load_drafter(tmp_path, *target_weights(model), dtype=torch.float32)
     assert loaded.confidence_head is not None and model.confidence_head is not None
     torch.testing.assert_close(loaded.confidence_head.proj.bias, model.confidence_head.proj.bias - 0.5)
     torch.testing.assert_close(loaded.confidence_head.proj.weight, model.confidence_head.proj.weight * 2)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafter import speculators
-from drafter.checkpoint import checkpoint_problems, load_checkpoint, read_config, save_checkpoint
+from drafter.checkpoint import checkpoint_problems, load_drafter, read_config, save_checkpoint
 from drafter.speculators import export_speculators, import_speculators
 from tests.drafter.conftest import drafter_config, random_drafter
 
@@ -42,7 +42,7 @@ def test_there_and_back(tmp_path: Path, changes: dict[str, object]) -> None:
     before, after = (load_file(folder / "model.safetensors") for folder in (flat, back))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    loaded = load_checkpoint(back, model.embed_tokens, model.embed_tokens, torch.float32)
+    loaded = load_drafter(back, model.embed_tokens, model.embed_tokens, torch.float32)
     assert loaded.sts_temperatures.tolist() == [2.0] * model.block_size
 
 
