@@ -44,8 +44,9 @@ bench: $(STAMP) ## plain, fixed and scheduled decoding, side by side in one run 
 observe: $(STAMP) ## scrape the running server with a local Prometheus, these rules loaded; prints where to look
 	@$(BIN)/python -m ops.observe $(ARGS)
 
-generate: $(STAMP) ## write again what is made from code: metrics page, rules, dashboards, the chart's schema
+generate: $(STAMP) ## write again what is made from code: pages of metrics and settings, rules, dashboards, the chart's schema
 	@$(BIN)/python -m ops.metrics_reference > docs/metrics.md
+	@$(BIN)/python -m ops.settings_reference > docs/settings.md
 	@$(BIN)/python -m ops.slo > ops/slo.md
 	@$(BIN)/python -m ops.rules
 	@$(BIN)/python -m ops.dashboards

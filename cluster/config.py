@@ -40,7 +40,9 @@ class EngineConfig(ParallelConfig):
     drafter_source: str | None = Field(
         None, description="Folder of a drafter checkpoint in the Qwen3DSparkModel format; none: plain decoding"
     )
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="Of weights, keys and values; probabilities are always float32"
+    )
     num_threads: int = Field(2, ge=1, description="torch threads of each rank, which is a process of its own")
 
     max_model_len: int = Field(4096, ge=16, description="Most tokens of one sequence, prompt and output")
@@ -49,7 +51,7 @@ class EngineConfig(ParallelConfig):
     max_num_batched_tokens: int = Field(512, ge=1, description="Most rows of one step: anchors, drafts and prefill")
     kv_block_size: int = Field(16, ge=1, description="Tokens of one KV block")
     num_kv_blocks: int = Field(1024, ge=2, description="KV blocks in the pool")
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool = Field(True, description="Whether prompts that begin alike share their KV blocks")
 
     speculation: Literal["scheduled", "fixed"] = Field(
         "scheduled",

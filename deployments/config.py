@@ -71,8 +71,8 @@ class PlacementGroupConfig(_Section):
 class AutoscalingConfig(_Section):
     """Serve's autoscaling of the replicas, instead of a fixed number."""
 
-    min_replicas: int = Field(default=1, ge=1)
-    max_replicas: int = Field(ge=1)
+    min_replicas: int = Field(default=1, ge=1, description="Replicas that there always are")
+    max_replicas: int = Field(ge=1, description="Replicas that there may be")
     target_ongoing_requests: float = Field(gt=0, description="Requests per replica that it steers for")
 
     @model_validator(mode="after")
@@ -92,8 +92,8 @@ class DeploymentConfig(_Section):
     )
     autoscaling_config: AutoscalingConfig | None = None
     ray_actor_options: RayActorOptions = Field(default_factory=RayActorOptions)
-    health_check_period_s: float = Field(default=1.0, gt=0)
-    health_check_timeout_s: float = Field(default=5.0, gt=0)
+    health_check_period_s: float = Field(default=1.0, gt=0, description="Time between two health checks of a replica")
+    health_check_timeout_s: float = Field(default=5.0, gt=0, description="Longest wait for one's answer")
     graceful_shutdown_timeout_s: float = Field(default=10.0, ge=0, description="Time to finish when stopping")
 
     @model_validator(mode="after")
@@ -106,8 +106,8 @@ class DeploymentConfig(_Section):
 class ApiKeysConfig(_Section):
     """Where the accepted API keys are kept, never the keys themselves. One key a line."""
 
-    file: str | None = None
-    environment_variable: str | None = None
+    file: str | None = Field(default=None, description="Its path; this or environment_variable")
+    environment_variable: str | None = Field(default=None, description="Its name; this or file")
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:

@@ -1,6 +1,7 @@
 """`make serve`: fetch the model where progress can be seen, start `serve run`, and say when the first request can go.
 
 python -m ops.serve deployments/dspark_cpu.yaml
+python -m ops.serve my.yaml --check        # starts nothing
 """
 
 from __future__ import annotations
@@ -31,10 +32,15 @@ LOOKS_PER_STATUS = 20
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, help="a Serve configuration, as `serve run` takes it")
-    path = parser.parse_args().config
+    parser.add_argument("--check", action="store_true", help="print the settings in force, or what is wrong, and stop")
+    arguments = parser.parse_args()
+    path = arguments.config
     try:
         config = yaml.safe_load(path.read_text())
         application = parse_config(config["applications"][0]["args"])
+        if arguments.check:
+            print(application.effective_yaml(), end="")
+            return 0
         for source in (application.model_loading_config.model_source, application.engine_kwargs.drafter_source):
             if source is not None and application.accelerator_type is None:  # else it may not even fit on this machine
                 resolve_source(source)

@@ -72,3 +72,12 @@ def test_titles_tell_the_panels_of_a_dashboard_apart() -> None:
     for dashboard in DASHBOARDS:
         titles = [panel.title for panel in dashboard.panels()]
         assert len(set(titles)) == len(titles)
+
+
+@pytest.mark.parametrize("page", ["ops/runbook.md", "docs/observe.md", "docs/sla-tiers.md", "docs/scheduler.md"])
+def test_pages_name_panels_that_exist(page: str) -> None:
+    """Panels are set in italics there, by their titles; *Targets* is a page of Prometheus."""
+    titles = {panel.title for dashboard in DASHBOARDS for panel in dashboard.panels()}
+    text = (FOLDER.parents[2] / page).read_text()
+    named_panels = set(re.findall(r"(?<!\*)\*([A-Z0-9][^*\n]*)\*(?!\*)", text)) - {"Targets", "More replicas"}
+    assert named_panels <= titles

@@ -31,13 +31,24 @@ def test_a_taken_port_and_a_wrong_key_are_said_at_once(tmp_path: Path) -> None:
         result = serve(tmp_path, config)
         assert result.returncode == 2 and "is in use" in result.stderr
         arguments["engine_kwargs"]["dtyp"] = "float32"
-        result = serve(tmp_path, config)
-        assert result.returncode == 2 and "engine_kwargs.dtyp: unknown key" in result.stderr
+        for options in ((), ("--check",)):
+            result = serve(tmp_path, config, *options)
+            assert result.returncode == 2 and "engine_kwargs.dtyp: unknown key" in result.stderr
 
 
-def serve(folder: Path, config: dict[str, object]) -> subprocess.CompletedProcess[str]:
+def test_a_file_can_be_checked_where_it_could_not_be_served() -> None:
+    config = yaml.safe_load((ROOT / "deployments" / "dspark_qwen3_moe.yaml").read_text())
+    command = [sys.executable, "-m", "ops.serve", "deployments/dspark_qwen3_moe.yaml", "--check"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    given, seen = config["applications"][0]["args"], yaml.safe_load(result.stdout)
+    assert given["engine_kwargs"].items() <= seen["engine_kwargs"].items()
+    assert seen["unhealthy_after_s"] == 60
+
+
+def serve(folder: Path, config: dict[str, object], *options: str) -> subprocess.CompletedProcess[str]:
     path = folder / "serve.yaml"
     path.write_text(yaml.safe_dump(config))
     return subprocess.run(
-        [sys.executable, "-m", "ops.serve", str(path)], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "ops.serve", str(path), *options], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
