@@ -25,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "names", nargs="+", choices=[*EXPERIMENTS, "all"], metavar="NAME", help=", ".join([*EXPERIMENTS, "or all"])
     )
     add_rollout_arguments(parser, limit=40, max_new_tokens=128, batch_size=40)
+    parser.add_argument(
+        "--trained-only", action="store_true", help="measure the drafters that are trained, and leave out the others"
+    )
     parser.add_argument("--responses", required=True, type=Path, help="file written by `synthesize`, to train on")
     parser.add_argument("--calibration-prompts", type=Path, help="JSONL that nobody trained on, for F5 and F6")
     parser.add_argument("--calibration-limit", type=int, default=240, help="of those prompts (default: 240)")
@@ -53,10 +56,13 @@ def run(arguments: argparse.Namespace) -> None:
     chosen = {name: EXPERIMENTS[name] for name in names}
     with joined_ranks() as ranks:
         laboratory = Laboratory(Target.load(arguments.target), arguments, ranks)
-        laboratory.train(list(dict.fromkeys(arm for experiment in chosen.values() for arm in experiment.arms)))
+        if not arguments.trained_only:
+            laboratory.train(list(dict.fromkeys(arm for experiment in chosen.values() for arm in experiment.arms)))
         if not ranks.is_leader:
             return
     for name, experiment in chosen.items():
+        if not laboratory.trained(experiment.arms):
+            raise ValueError(f"--trained-only: none of the drafters of {name} is trained")
         _measure(name, experiment, laboratory, arguments)
 
 

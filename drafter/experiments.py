@@ -51,7 +51,7 @@ class Experiment:
 
 
 def _t1(laboratory: Laboratory) -> Result:
-    arms = {arm.preset: arm for arm in EXPERIMENTS["T1"].arms}
+    arms = {arm.preset: arm for arm in laboratory.trained(EXPERIMENTS["T1"].arms)}
     records = {name: laboratory.decode(arm) for name, arm in arms.items()}
     records["ddtree"] = laboratory.decode(arms["dflash"], TREE_NODES)
     others = [name for name in records if name != "dspark"]
@@ -83,9 +83,12 @@ def _f2(laboratory: Laboratory) -> Result:
 
 def _f3(laboratory: Laboratory) -> Result:
     rows: list[Result] = []
-    for arm in EXPERIMENTS["F3"].arms:
+    for arm in laboratory.trained(EXPERIMENTS["F3"].arms):
         rows += _scored(arm.preset, laboratory.decode(arm), layers=arm.layers)
-    shallow, deep = laboratory.decode(_DSPARK), laboratory.decode(Arm("dflash", layers=5))
+    pair = laboratory.trained([_DSPARK, Arm("dflash", layers=5)])
+    if len(pair) < 2:
+        return {"rows": rows}
+    shallow, deep = map(laboratory.decode, pair)
     return {"rows": rows, "gains": _plain([gain("dspark, 2 layers", shallow, "dflash, 5 layers", deep)])}
 
 
@@ -94,10 +97,13 @@ def _f4(laboratory: Laboratory) -> Result:
     gains: list[Result] = []
     latency: list[Result] = []
     for block in BLOCKS:
+        pair = laboratory.trained([Arm(preset, block_size=block) for preset in ("dspark", "dflash")])
+        if len(pair) < 2:
+            continue
         records = {}
-        for preset in ("dspark", "dflash"):
-            records[preset] = laboratory.decode(Arm(preset, block_size=block))
-            rows += _scored(preset, records[preset], block_size=block)
+        for arm in pair:
+            records[arm.preset] = laboratory.decode(arm)
+            rows += _scored(arm.preset, records[arm.preset], block_size=block)
         for dataset in (None, *datasets(records["dspark"])):
             found = gain("dspark", records["dspark"], "dflash", records["dflash"], dataset)
             gains.append({"block_size": block, **dataclasses.asdict(found)})

@@ -123,6 +123,10 @@ class Laboratory:
                 minutes = seconds / 60
                 self._say(f"took {minutes:.0f} minutes; {left} more, about {left * minutes:.0f} minutes left")
 
+    def trained(self, arms: Sequence[Arm]) -> list[Arm]:
+        """Those that can be measured now."""
+        return [arm for arm in arms if not arm.is_trained or self._is_complete(arm)]
+
     def _say(self, line: str) -> None:
         if self._ranks.is_leader:
             tqdm.write(line)

@@ -104,6 +104,21 @@ def test_every_experiment_writes_its_files(
             assert all(row["low"] <= row["accepted_length"] <= row["high"] for row in content["rows"])
 
 
+def test_what_is_trained_is_measured_before_the_rest_is(
+    laboratory: Laboratory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    laboratory.train([Arm("dspark"), Arm("dflash"), Arm("dflash", layers=1), Arm("dspark", block_size=3)])
+    monkeypatch.setattr(laboratory, "_train", None)
+    found = {}
+    for name in ("T1", "F3", "F4"):
+        experiment._measure(name, EXPERIMENTS[name], laboratory, laboratory._arguments)
+        found[name] = json.loads((tmp_path / "results" / f"{name}.json").read_text())["rows"]
+    assert {row["drafter"] for row in found["T1"]} == {"dspark", "dflash", "ddtree", "ngram"}
+    assert {(row["drafter"], row["layers"]) for row in found["F3"]} == {("dspark", 2), ("dflash", 2), ("dflash", 1)}
+    assert {row["block_size"] for row in found["F4"]} == {7}, "3 has nothing to compare with"
+
+
 def each_arms(name: str) -> tuple[Arm, ...]:
     return EXPERIMENTS[name].arms
 
