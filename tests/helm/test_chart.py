@@ -21,7 +21,20 @@ from referencing import Registry, Resource
 from deployments.config import parse_config
 from ops.chart import SCHEMA, schema
 from ops.chart import text as schema_text
-from tests.helm.render import CASES, CHART, GOLDEN, PRESETS, chart, golden, manifests, objects, one, pods, values_of
+from tests.helm.render import (
+    CASES,
+    CHART,
+    GOLDEN,
+    PRESETS,
+    chart,
+    golden,
+    manifests,
+    objects,
+    one,
+    pods,
+    values_of,
+    with_,
+)
 from tests.ops.metric_names import known, named
 
 ROOT = CHART.parents[1]
@@ -29,17 +42,6 @@ CRDS = Path(__file__).parent / "crds"
 KUBERNETES = ("1.28", "1.35")
 """The oldest and the newest that the chart is checked against."""
 DEFAULTS: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
-
-
-def with_(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy with one value set, `path` with dots."""
-    changed = copy.deepcopy(values)
-    *parents, key = path.split(".")
-    section = changed
-    for parent in parents:
-        section = section.setdefault(parent, {})
-    section[key] = value
-    return changed
 
 
 def serving(values: dict[str, Any], path: str, value: Any, index: int = 0) -> dict[str, Any]:
@@ -268,6 +270,7 @@ def test_keys_that_nobody_would_check_are_refused(text: str) -> None:
         with_(CPU, "worker.resources.limits.cpu", "1500m"),  # Ray counts two
         serving(with_(CPU, "worker.resources.limits.cpu", None), f"{RESERVED}.num_cpus", 64),  # a whole node's
         serving(CPU, f"{RESERVED}.num_cpus", 0.5),
+        serving(with_(CPU, "worker.resources.limits", {"cpu": 8, "amd.com/gpu": 1}), f"{DEPLOYMENT}.num_replicas", 4),
         serving(GPU, RESERVED, None),  # a GPU keeps an engine off the head as well
         serving(serving(CPU, RESERVED, None), "args.placement_group_config", {"bundles": [{"CPU": 2}]}),
         serving(serving(CPU, RESERVED, None), "deployments", [{"name": "Replica", "num_replicas": 1}]),

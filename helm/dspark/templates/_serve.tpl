@@ -104,10 +104,11 @@ many there may be, and how many the workers hold. Refuses engines that could not
 {{- if ge (float64 $graceful) (float64 $values.terminationGracePeriodSeconds) -}}
 {{- fail (printf "%s.graceful_shutdown_timeout_s is %v: pods are killed after terminationGracePeriodSeconds, %v, which must be more" $error $graceful $values.terminationGracePeriodSeconds) -}}
 {{- end -}}
-{{- $ranks := 1000000 -}}{{/* that fit into a worker; more than any has: not known */}}
+{{/* Ranks that a worker holds: at first more than any does. */}}
+{{- $ranks := 1000000 -}}
 {{- $cpus := include "dspark.cpus" $limits.cpu -}}
-{{- if and $numCpus $cpus (not $placed.bundles) -}}
-{{- $ranks = divf $cpus $numCpus | floor | int -}}
+{{- if and $numCpus $cpus -}}
+{{- $ranks = divf $cpus $numCpus | int -}}
 {{- if not $ranks -}}
 {{- fail (printf "%s.ray_actor_options.num_cpus is %v, and no worker has so many: worker.resources.limits.cpu is %v" $error $numCpus $limits.cpu) -}}
 {{- end -}}
