@@ -212,6 +212,7 @@ SCALED = with_(CPU, "autoscaling.enabled", True)
         (with_(CPU, "serveConfigV2", "- a\n- b"), "serveConfigV2 is no mapping in YAML"),
         (with_(CPU, "serveConfigV2", "http_options: {host: 0.0.0.0}"), "no list of applications"),
         (with_(CPU, "serveConfigV2", "applications: [one]"), r"applications\[0\] must be a mapping"),
+        (with_(CPU, "serveConfigV2", "{http_options: 8000, applications: [{}]}"), "V2: http_options must be a mapping"),
         (serving(CPU, "args.engine_kwargs", "fast"), r"applications\[0\]\.args\.engine_kwargs must be a mapping"),
         (with_(CPU, "gcsFaultTolerance.enabled", True), r"gcsFaultTolerance\.redisAddress is empty"),
         (with_(CPU, "apiKeys.secretName", "clients"), f"args.http_config.api_keys.file: {KEYS}"),
@@ -223,13 +224,25 @@ SCALED = with_(CPU, "autoscaling.enabled", True)
             with_(CPU, "worker.resources.limits.cpu", "900m"),
             r"num_cpus is 2, .* worker\.resources\.limits\.cpu is 900m",
         ),
-        (serving(CPU, f"{DEPLOYMENT}.num_replicas", 2), r"asks for 2 engines .* hold 1: raise worker\.replicas \(1\)"),
+        (
+            serving(CPU, f"{DEPLOYMENT}.num_replicas", 2),
+            r"asks for 2 engines \(ranks of each: 1\), .* hold 1: raise worker\.replicas \(1\)",
+        ),
         (with_(CPU, "worker.replicas", 0), r"asks for 1 engines .* hold 0: raise worker\.replicas"),
         (serving(SCALED, f"{DEPLOYMENT}.num_replicas", 5), r"asks for 5 .* hold 4: raise worker\.maxReplicas \(4\)"),
-        (serving(CPU, "args.engine_kwargs.tensor_parallel_size", 2), "asks for 1 engines of 2 ranks"),
-        (serving(GPU, "args.engine_kwargs.tensor_parallel_size", 8), "asks for 1 engines of 8 ranks"),
-        (with_(GPU, "worker.resources.limits", {"cpu": 16, "nvidia.com/gpu": 3}), "asks for 1 engines of 4 ranks"),
-        (serving(CPU, f"{DEPLOYMENT}.graceful_shutdown_timeout_s", 60), "graceful_shutdown_timeout_s is 60"),
+        (
+            serving(CPU, "args.engine_kwargs.tensor_parallel_size", 2),
+            r"asks for 1 engines \(ranks of each: 2\), and the workers hold 0",
+        ),
+        (
+            serving(GPU, "args.engine_kwargs.tensor_parallel_size", 8),
+            r"asks for 1 engines \(ranks of each: 8\), and the workers hold 0",
+        ),
+        (
+            with_(GPU, "worker.resources.limits", {"cpu": 16, "nvidia.com/gpu": 3}),
+            r"asks for 1 engines \(ranks of each: 4\), and the workers hold 0",
+        ),
+        (serving(CPU, f"{DEPLOYMENT}.graceful_shutdown_timeout_s", 60), r"timeout_s is 60, .*PeriodSeconds \(60\)"),
         (
             serving(with_(CPU, "terminationGracePeriodSeconds", 10), f"{DEPLOYMENT}.graceful_shutdown_timeout_s", None),
             "graceful_shutdown_timeout_s is 10",
@@ -270,12 +283,13 @@ def test_keys_that_nobody_would_check_are_refused(text: str) -> None:
         with_(CPU, "worker.resources.limits.cpu", "1500m"),  # Ray counts two
         serving(with_(CPU, "worker.resources.limits.cpu", None), f"{RESERVED}.num_cpus", 64),  # a whole node's
         serving(CPU, f"{RESERVED}.num_cpus", 0.5),
+        serving(CPU, "args.engine_kwargs.tensor_parallel_size", "two"),  # wrong, and for the application to say
         serving(with_(CPU, "worker.resources.limits", {"cpu": 8, "amd.com/gpu": 1}), f"{DEPLOYMENT}.num_replicas", 4),
         serving(GPU, RESERVED, None),  # a GPU keeps an engine off the head as well
         serving(serving(CPU, RESERVED, None), "args.placement_group_config", {"bundles": [{"CPU": 2}]}),
         serving(serving(CPU, RESERVED, None), "deployments", [{"name": "Replica", "num_replicas": 1}]),
         serving(serving(CPU, RESERVED, None), "import_path", "mine:app"),
-        serving(with_(CPU, "modelCache.type", "persistentVolumeClaim"), "args.http_config", {"api_keys": None}),
+        serving(CPU, "args.http_config", {"api_keys": None}),
         with_(MONITORED, "monitoring.prometheusRule.enabled", False),
     ],
 )

@@ -20,21 +20,22 @@ engine that never starts or a service that asks nobody for a key. All else is fo
 {{- toJson $serve -}}
 {{- end -}}
 
-{{/* A mapping inside of another, as JSON; {} where there is none. Arguments: the outer one, what errors call it, and the path of keys. */}}
+{{/* A mapping inside of another, as JSON; {} where there is none. Arguments: the outer one, its path with a dot, the inner one's path in it. */}}
 {{- define "dspark.section" -}}
 {{- $section := index . 0 -}}
-{{- $path := index . 1 -}}
+{{- $outer := index . 1 -}}
+{{- $keys := list -}}
 {{- range splitList "." (index . 2) -}}
 {{- $section = default dict (get $section .) -}}
-{{- $path = printf "%s.%s" $path . -}}
-{{- if not (kindIs "map" $section) }}{{ fail (printf "serveConfigV2: %s must be a mapping" $path) }}{{ end -}}
+{{- $keys = append $keys . -}}
+{{- if not (kindIs "map" $section) }}{{ fail (printf "serveConfigV2: %s%s must be a mapping" $outer (join "." $keys)) }}{{ end -}}
 {{- end -}}
 {{- toJson $section -}}
 {{- end -}}
 
 {{/* The HTTP port; refuses a host that no other pod could reach. */}}
 {{- define "dspark.port" -}}
-{{- $http := default dict (include "dspark.serve" . | fromJson).http_options -}}
+{{- $http := include "dspark.section" (list (include "dspark.serve" . | fromJson) "" "http_options") | fromJson -}}
 {{- $host := default "127.0.0.1" $http.host -}}
 {{- if ne $host "0.0.0.0" -}}
 {{- fail (printf "serveConfigV2: http_options.host is %s, which no other pod reaches: write 0.0.0.0, as the presets do" $host) -}}
@@ -51,7 +52,7 @@ engine that never starts or a service that asks nobody for a key. All else is fo
 {{- $asks := dict -}}
 {{- $files := list -}}
 {{- range $i, $application := (include "dspark.serve" . | fromJson).applications -}}
-{{- $place := include "dspark.section" (list $application (printf "applications[%d]" $i) "args.http_config.api_keys") | fromJson -}}
+{{- $place := include "dspark.section" (list $application (printf "applications[%d]." $i) "args.http_config.api_keys") | fromJson -}}
 {{- $files = append $files $place.file -}}
 {{- $_ := set $asks (default "default" $application.name) (not (empty $place)) -}}
 {{- end -}}
@@ -85,14 +86,14 @@ many there may be, and how many the workers hold. Refuses engines that could not
 {{- range $i, $application := (include "dspark.serve" . | fromJson).applications -}}
 {{/* Others have other args, and where Serve's `deployments` overrule ours, args don't say what counts. */}}
 {{- if and (eq (toString $application.import_path) "deployments.app:build") (not $application.deployments) -}}
-{{- $at := printf "applications[%d]" $i -}}
+{{- $at := printf "applications[%d]." $i -}}
 {{- $args := include "dspark.section" (list $application $at "args") | fromJson -}}
 {{- $engine := include "dspark.section" (list $application $at "args.engine_kwargs") | fromJson -}}
 {{- $placed := include "dspark.section" (list $application $at "args.placement_group_config") | fromJson -}}
 {{- $deployment := include "dspark.section" (list $application $at "args.deployment_config") | fromJson -}}
 {{- $scaling := include "dspark.section" (list $application $at "args.deployment_config.autoscaling_config") | fromJson -}}
 {{- $reserved := include "dspark.section" (list $application $at "args.deployment_config.ray_actor_options") | fromJson -}}
-{{- $error := printf "serveConfigV2: %s.args.deployment_config" $at -}}
+{{- $error := printf "serveConfigV2: %sargs.deployment_config" $at -}}
 {{- if and $deployment.num_replicas $scaling -}}
 {{- fail (printf "%s has num_replicas and autoscaling_config: remove one of them" $error) -}}
 {{- end -}}
@@ -102,7 +103,7 @@ many there may be, and how many the workers hold. Refuses engines that could not
 {{- end -}}
 {{- $graceful := dig "graceful_shutdown_timeout_s" 10 $deployment -}}
 {{- if ge (float64 $graceful) (float64 $values.terminationGracePeriodSeconds) -}}
-{{- fail (printf "%s.graceful_shutdown_timeout_s is %v: pods are killed after terminationGracePeriodSeconds, %v, which must be more" $error $graceful $values.terminationGracePeriodSeconds) -}}
+{{- fail (printf "%s.graceful_shutdown_timeout_s is %v, but pods are killed after terminationGracePeriodSeconds (%v): make that more, or this less" $error $graceful $values.terminationGracePeriodSeconds) -}}
 {{- end -}}
 {{/* Ranks that a worker holds: at first more than any does. */}}
 {{- $ranks := 1000000 -}}
@@ -116,11 +117,11 @@ many there may be, and how many the workers hold. Refuses engines that could not
 {{- range $device, $number := $limits -}}
 {{- if and $args.accelerator_type (hasSuffix "gpu" $device) }}{{ $ranks = min $ranks (int (toString $number)) }}{{ end -}}
 {{- end -}}
-{{- $size := int (default 1 $engine.tensor_parallel_size) -}}
+{{- $size := max 1 (int $engine.tensor_parallel_size) -}}
 {{- $holds := div (mul $pods $ranks) $size -}}
 {{- $least := coalesce $deployment.num_replicas $scaling.min_replicas $engine.data_parallel_size 1 | int -}}
 {{- if lt (int $holds) $least -}}
-{{- fail (printf "%s asks for %d engines of %d ranks, and the workers hold %d: raise %s (%d) or worker.resources" $error $least $size $holds $podsKey $pods) -}}
+{{- fail (printf "%s asks for %d engines (ranks of each: %d), and the workers hold %d: raise %s (%d) or worker.resources" $error $least $size $holds $podsKey $pods) -}}
 {{- end -}}
 {{- $engines = append $engines (dict "name" (default "default" $application.name) "scales" (not (empty $scaling)) "most" (default $least $scaling.max_replicas) "holds" $holds) -}}
 {{- end -}}
