@@ -1,7 +1,8 @@
 """Writes helm/dspark/values.schema.json from values.yaml and its comments: `python -m ops.chart`.
 
-A key's type is that of its default, its description the comment above it. What a default can't say (choices, ranges,
-shapes of Kubernetes' own) stands in REFINED. Every mapping is closed, save those that are Kubernetes' own to check.
+A key's type is that of its default, its description the comment above it; a text may be empty where its default is.
+What a default can't say (choices, ranges, shapes of Kubernetes' own) stands in REFINED. Every mapping is closed, save
+those that are Kubernetes' own to check.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ OPEN: Schema = {"type": "object"}
 TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 QUANTITY: Schema = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$"}
 NAME: Schema = {"type": "string", "pattern": r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", "maxLength": 253}
+KEY: Schema = {"type": "string", "pattern": r"^[-._a-zA-Z0-9]+$"}
 COUNT: Schema = {"type": "integer", "minimum": 1}
 RESOURCES: Schema = {
     "type": "object",
@@ -61,17 +63,20 @@ REFINED: dict[str, Schema] = {
     "modelCache.size": QUANTITY,
     "modelCache.existingClaim": NAME,
     "modelCache.storageClassName": NAME,
-    "modelCache.accessMode": one_of("ReadWriteOnce", "ReadWriteOncePod", "ReadWriteMany"),
+    "modelCache.accessMode": one_of("ReadWriteOnce", "ReadWriteMany"),
     "hubToken.secretName": NAME,
+    "hubToken.secretKey": KEY,
     "apiKeys.secretName": NAME,
+    "apiKeys.secretKey": KEY,
     "service.type": one_of("ClusterIP", "NodePort", "LoadBalancer"),
     "service.annotations": TEXTS,
     "upgradeStrategy": one_of("NewCluster", "None"),
     "gcsFaultTolerance.redisAddress": {"type": "string", "pattern": r"^([^:\s]+(:[0-9]+)?)?$"},
     "gcsFaultTolerance.redisPassword.secretName": NAME,
+    "gcsFaultTolerance.redisPassword.secretKey": KEY,
     "networkPolicy.clients": many(OPEN),
     "monitoring.podMonitor.labels": TEXTS,
-    "monitoring.podMonitor.interval": {"type": "string", "pattern": "^[0-9]+(ms|s|m)$"},
+    "monitoring.podMonitor.interval": {"type": "string", "pattern": "^[1-9][0-9]*s$"},
     "monitoring.prometheusRule.labels": TEXTS,
     "monitoring.dashboards.labels": TEXTS,
     "monitoring.dashboards.annotations": TEXTS,
@@ -80,6 +85,7 @@ REFINED: dict[str, Schema] = {
     "probes.livenessFailureThreshold": COUNT,
     "probes.readinessFailureThreshold": COUNT,
     "terminationGracePeriodSeconds": COUNT,
+    "podAnnotations": TEXTS,
     "podSecurityContext": OPEN,
     "securityContext": OPEN,
     "extraEnv": many({"type": "object", "required": ["name"]}),
@@ -109,6 +115,8 @@ def _closed(values: dict[str, Any], comments: dict[str, str], prefix: str, used:
             found = _closed(default, comments, f"{path}.", used)
         elif type(default) in TYPES:
             found = {"type": TYPES[type(default)]}
+            if default and isinstance(default, str):
+                found["minLength"] = 1
         else:
             raise ValueError(f"{path}: its default does not say its type; add it to REFINED")
         properties[key] = {"description": comments[path], **found} if path in comments else found

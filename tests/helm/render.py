@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,17 @@ def chart() -> Chart:
 
 def values_of(case: str) -> dict[str, Any]:
     return dict(yaml.safe_load(CASES[case].read_text()))
+
+
+def with_(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy with one value set, `path` with dots."""
+    changed = copy.deepcopy(values)
+    *parents, key = path.split(".")
+    section = changed
+    for parent in parents:
+        section = section.setdefault(parent, {})
+    section[key] = value
+    return changed
 
 
 def manifests(values: dict[str, Any]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import tomllib
 from pathlib import Path
@@ -20,7 +21,20 @@ from referencing import Registry, Resource
 from deployments.config import parse_config
 from ops.chart import SCHEMA, schema
 from ops.chart import text as schema_text
-from tests.helm.render import CASES, CHART, GOLDEN, PRESETS, chart, golden, manifests, objects, one, pods, values_of
+from tests.helm.render import (
+    CASES,
+    CHART,
+    GOLDEN,
+    PRESETS,
+    chart,
+    golden,
+    manifests,
+    objects,
+    one,
+    pods,
+    values_of,
+    with_,
+)
 from tests.ops.metric_names import known, named
 
 ROOT = CHART.parents[1]
@@ -30,15 +44,20 @@ KUBERNETES = ("1.28", "1.35")
 DEFAULTS: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 
 
-def with_(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy with one value set, `path` with dots."""
-    changed = copy.deepcopy(values)
+def serving(values: dict[str, Any], path: str, value: Any, index: int = 0) -> dict[str, Any]:
+    """A copy with one setting of an application changed, `path` with dots; None takes it away."""
+    serve = yaml.safe_load(values["serveConfigV2"])
+    changed = with_(serve["applications"][index], path, value)
     *parents, key = path.split(".")
-    section = changed
-    for parent in parents:
-        section = section.setdefault(parent, {})
-    section[key] = value
-    return changed
+    if value is None:
+        functools.reduce(dict.__getitem__, parents, changed).pop(key)
+    serve["applications"][index] = changed
+    return {**values, "serveConfigV2": yaml.safe_dump(serve)}
+
+
+def notes(values: dict[str, Any]) -> str:
+    """What an install prints, on one line."""
+    return " ".join(manifests(values)["NOTES.txt"].split())
 
 
 def validate(document: dict[str, Any], version: str) -> None:
@@ -80,7 +99,7 @@ def test_the_validators_see_a_typo() -> None:
 
 
 def test_everything_renders_every_template() -> None:
-    templates = {path.name for path in (CHART / "templates").iterdir()} - {"_helpers.tpl"}
+    templates = {path.name for path in (CHART / "templates").iterdir() if path.name[0] != "_"}
     assert set(manifests(values_of("everything"))) == templates
 
 
@@ -101,12 +120,16 @@ def test_the_serve_configuration_arrives_word_for_word(case: str) -> None:
     assert grace > config.deployment_config.graceful_shutdown_timeout_s
 
 
-def test_the_shipped_file_can_be_passed_as_it_is_but_for_its_address() -> None:
+def test_a_file_for_one_machine_is_told_what_pods_need() -> None:
+    """Each error names the next line to change, and after the last one the file goes through word for word."""
     text = (ROOT / "deployments" / "dspark_cpu.yaml").read_text()
-    with pytest.raises(HelmError, match=r"http_options.host must be 0\.0\.0\.0"):
+    with pytest.raises(HelmError, match=r"http_options\.host is 127\.0\.0\.1.* write 0\.0\.0\.0"):
         manifests({"serveConfigV2": text})
-    reachable = text.replace("127.0.0.1", "0.0.0.0")
-    assert one("RayService", {"serveConfigV2": reachable})["spec"]["serveConfigV2"] == reachable
+    text = text.replace("127.0.0.1", "0.0.0.0")
+    with pytest.raises(HelmError, match=r"ray_actor_options\.num_cpus is missing"):
+        manifests({"serveConfigV2": text})
+    text += "      deployment_config: {ray_actor_options: {num_cpus: 2}}\n"
+    assert one("RayService", {"serveConfigV2": text})["spec"]["serveConfigV2"] == text
 
 
 @pytest.mark.parametrize("case", PRESETS)
@@ -149,12 +172,19 @@ def test_a_typo_in_any_section_is_refused(section: str) -> None:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
+        ("image.repository", ""),
         ("worker.replicas", "two"),
         ("worker.maxReplicas", 0),
         ("modelCache.type", "hostPath"),
         ("modelCache.size", "20 GB"),
         ("monitoring.podMonitor.labels", {"release": 1}),
+        ("modelCache.accessMode", "ReadWriteOncePod"),  # the head and a worker are two pods
+        ("monitoring.podMonitor.interval", "0s"),
         ("apiKeys.secretName", "sk-NotANameOfASecret"),
+        ("apiKeys.secretKey", ""),
+        ("hubToken.secretKey", ""),
+        ("gcsFaultTolerance.redisPassword.secretKey", ""),
+        ("podAnnotations", {"rollout": 2}),
         ("upgradeStrategy", "Rolling"),
         ("gcsFaultTolerance.redisAddress", "redis:port"),
         ("head.resources.limits.memory", "lots"),
@@ -165,19 +195,157 @@ def test_an_impossible_value_is_refused(path: str, value: Any) -> None:
         chart().validate_schema(with_(values_of("cpu"), path, value))
 
 
+DEPLOYMENT = "args.deployment_config"
+RESERVED = f"{DEPLOYMENT}.ray_actor_options"
+KEYS = "/etc/dspark/api-keys/keys"
+SCALING = {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 16}
+CPU, GPU, EVERYTHING = (values_of(case) for case in ("cpu", "qwen3-moe", "everything"))
+MONITORED = with_(EVERYTHING, "monitoring.podMonitor.interval", "60s")
+SCALED = with_(CPU, "autoscaling.enabled", True)
+
+
 @pytest.mark.parametrize(
-    ("path", "value", "message"),
+    ("values", "message"),
     [
-        ("serveConfigV2", "", "serveConfigV2 is empty"),
-        ("apiKeys.secretName", "clients", "has no http_config.api_keys.file"),
-        ("gcsFaultTolerance.enabled", True, "gcsFaultTolerance.redisAddress is empty"),
+        (with_(CPU, "serveConfigV2", ""), "serveConfigV2 is empty"),
+        (with_(CPU, "serveConfigV2", "my.yaml\n"), "--set-file serveConfigV2=my.yaml"),
+        (with_(CPU, "serveConfigV2", "- a\n- b"), "serveConfigV2 is no mapping in YAML"),
+        (with_(CPU, "serveConfigV2", "http_options: {host: 0.0.0.0}"), "no list of applications"),
+        (with_(CPU, "serveConfigV2", "applications: [one]"), r"applications\[0\] must be a mapping"),
+        (with_(CPU, "serveConfigV2", "{http_options: 8000, applications: [{}]}"), "V2: http_options must be a mapping"),
+        (serving(CPU, "args.engine_kwargs", "fast"), r"applications\[0\]\.args\.engine_kwargs must be a mapping"),
+        (with_(CPU, "gcsFaultTolerance.enabled", True), r"gcsFaultTolerance\.redisAddress is empty"),
+        (with_(CPU, "apiKeys.secretName", "clients"), f"args.http_config.api_keys.file: {KEYS}"),
+        (with_(EVERYTHING, "apiKeys.secretName", ""), r"name their secret in apiKeys\.secretName"),
+        (serving(CPU, f"{DEPLOYMENT}.autoscaling_config", SCALING), "has num_replicas and autoscaling_config"),
+        (serving(CPU, RESERVED, None), r"ray_actor_options\.num_cpus is missing"),
+        (serving(CPU, f"{RESERVED}.num_cpus", 2.5), r"limits\.cpu is 2"),
+        (
+            with_(CPU, "worker.resources.limits.cpu", "900m"),
+            r"num_cpus is 2, .* worker\.resources\.limits\.cpu is 900m",
+        ),
+        (
+            serving(CPU, f"{DEPLOYMENT}.num_replicas", 2),
+            r"asks for 2 engines \(ranks of each: 1\), .* hold 1: raise worker\.replicas \(1\)",
+        ),
+        (with_(CPU, "worker.replicas", 0), r"asks for 1 engines .* hold 0: raise worker\.replicas"),
+        (serving(SCALED, f"{DEPLOYMENT}.num_replicas", 5), r"asks for 5 .* hold 4: raise worker\.maxReplicas \(4\)"),
+        (
+            serving(CPU, "args.engine_kwargs.tensor_parallel_size", 2),
+            r"asks for 1 engines \(ranks of each: 2\), and the workers hold 0",
+        ),
+        (
+            serving(GPU, "args.engine_kwargs.tensor_parallel_size", 8),
+            r"asks for 1 engines \(ranks of each: 8\), and the workers hold 0",
+        ),
+        (
+            with_(GPU, "worker.resources.limits", {"cpu": 16, "nvidia.com/gpu": 3}),
+            r"asks for 1 engines \(ranks of each: 4\), and the workers hold 0",
+        ),
+        (serving(CPU, f"{DEPLOYMENT}.graceful_shutdown_timeout_s", 60), r"timeout_s is 60, .*PeriodSeconds \(60\)"),
+        (
+            serving(with_(CPU, "terminationGracePeriodSeconds", 10), f"{DEPLOYMENT}.graceful_shutdown_timeout_s", None),
+            "graceful_shutdown_timeout_s is 10",
+        ),
+        (with_(SCALED, "worker.replicas", 5), r"worker\.replicas \(5\) must lie between"),
+        (with_(SCALED, "worker.minReplicas", 2), r"worker\.replicas \(1\) must lie between"),
+        (with_(CPU, "modelCache.existingClaim", "shared"), r"modelCache\.existingClaim .* persistentVolumeClaim"),
+        (with_(CPU, "modelCache.storageClassName", "shared"), r"modelCache\.storageClassName .* persistentVolumeClaim"),
+        (MONITORED, "interval is 60s: .* needs 15s or less"),
     ],
 )
-def test_values_that_contradict_each_other_say_so(path: str, value: Any, message: str) -> None:
+def test_values_that_contradict_each_other_say_so(values: dict[str, Any], message: str) -> None:
     with pytest.raises(HelmError, match=message):
-        manifests(with_(values_of("cpu"), path, value))
-    with pytest.raises(HelmError, match=r"name their secret in apiKeys\.secretName"):
-        manifests(with_(values_of("everything"), "apiKeys.secretName", ""))
+        manifests(values)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"# http_config: {{api_keys: {{file: {KEYS}}}}}",
+        f"    http_config: {{api_keys: {{file: {KEYS}}}}}",  # beside args
+        f"      http_config: {{api_keys: {{file: {KEYS}.txt}}}}",
+        "      http_config: {api_keys: {environment_variable: KEYS}}",
+    ],
+)
+def test_keys_that_nobody_would_check_are_refused(text: str) -> None:
+    """Else an install would print a line with a key, in front of a server that is open to all."""
+    values = with_(CPU, "apiKeys.secretName", "clients")
+    with pytest.raises(HelmError, match="no application reads the keys"):
+        manifests({**values, "serveConfigV2": f"{CPU['serveConfigV2']}{text}\n"})
+    manifests(serving(values, "args.http_config", {"api_keys": {"file": KEYS}}))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        with_(CPU, "worker.replicas", 8),  # maxReplicas is the autoscaler's
+        with_(CPU, "worker.resources.limits.cpu", "1500m"),  # Ray counts two
+        serving(with_(CPU, "worker.resources.limits.cpu", None), f"{RESERVED}.num_cpus", 64),  # a whole node's
+        serving(CPU, f"{RESERVED}.num_cpus", 0.5),
+        serving(CPU, "args.engine_kwargs.tensor_parallel_size", "two"),  # wrong, and for the application to say
+        serving(with_(CPU, "worker.resources.limits", {"cpu": 8, "amd.com/gpu": 1}), f"{DEPLOYMENT}.num_replicas", 4),
+        serving(GPU, RESERVED, None),  # a GPU keeps an engine off the head as well
+        serving(serving(CPU, RESERVED, None), "args.placement_group_config", {"bundles": [{"CPU": 2}]}),
+        serving(serving(CPU, RESERVED, None), "deployments", [{"name": "Replica", "num_replicas": 1}]),
+        serving(serving(CPU, RESERVED, None), "import_path", "mine:app"),
+        serving(CPU, "args.http_config", {"api_keys": None}),
+        with_(MONITORED, "monitoring.prometheusRule.enabled", False),
+    ],
+)
+def test_what_may_be_right_is_left_alone(values: dict[str, Any]) -> None:
+    manifests(values)
+
+
+def scaling(values: dict[str, Any]) -> dict[str, Any]:
+    """One to three engines, as the load wants."""
+    return serving(serving(values, f"{DEPLOYMENT}.num_replicas", None), f"{DEPLOYMENT}.autoscaling_config", SCALING)
+
+
+@pytest.mark.parametrize(
+    ("values", "said", "note"),
+    [
+        (CPU, True, "application dspark asks nobody for an API key"),
+        (EVERYTHING, False, "asks nobody for an API key"),
+        (EVERYTHING, True, "Bearer $API_KEY"),
+        (serving(CPU, "args.http_config", {"api_keys": {"environment_variable": "KEYS"}}), False, "asks nobody"),
+        (serving(CPU, "args.http_config", {"api_keys": {"environment_variable": "KEYS"}}), True, "Bearer $API_KEY"),
+        (CPU, False, "Bearer"),
+        (scaling(CPU), True, "ask for 3 engines (max_replicas), but the workers hold 1: raise worker.replicas, or"),
+        (scaling(with_(CPU, "worker.replicas", 3)), False, "max_replicas"),
+        (scaling(SCALED), False, "max_replicas"),
+        (scaling(with_(SCALED, "worker.maxReplicas", 2)), True, "but the workers hold 2: raise worker.maxReplicas."),
+        (SCALED, True, "their number is fixed"),
+        (scaling(SCALED), False, "their number is fixed"),
+        (with_(CPU, "networkPolicy.enabled", False), True, "No NetworkPolicy"),
+        (EVERYTHING, True, "is Prometheus among them?"),
+        (with_(EVERYTHING, "networkPolicy.clients", []), False, "is Prometheus among them?"),
+        (with_(EVERYTHING, "monitoring.podMonitor.enabled", False), False, "is Prometheus among them?"),
+        (with_(CPU, "monitoring.dashboards.enabled", True), True, "set monitoring.runbookUrl"),
+        (with_(CPU, "monitoring.prometheusRule.enabled", True), True, "set monitoring.runbookUrl"),
+        (EVERYTHING, False, "set monitoring.runbookUrl"),
+        (with_(CPU, "worker.replicas", 2), True, "Every worker downloads the model"),
+        (GPU, True, "can't do ReadWriteMany: name one that can in modelCache.storageClassName"),
+        (EVERYTHING, False, "modelCache.storageClassName"),
+        (with_(GPU, "modelCache.existingClaim", "mine"), False, "modelCache.storageClassName"),
+    ],
+)
+def test_an_install_says_what_may_be_forgotten(values: dict[str, Any], said: bool, note: str) -> None:
+    assert (note in notes(values)) is said
+
+
+def test_each_application_without_keys_is_named() -> None:
+    serve = yaml.safe_load(EVERYTHING["serveConfigV2"])
+    serve["applications"].append({**serve["applications"][0], "name": "open", "route_prefix": "/open"})
+    values = serving({**EVERYTHING, "serveConfigV2": yaml.safe_dump(serve)}, "args.http_config", None, index=1)
+    said = notes(values)
+    assert "The application open asks nobody" in said and "application dspark asks" not in said
+
+
+def test_a_label_of_the_defaults_can_be_taken_away() -> None:
+    values = with_(EVERYTHING, "monitoring.podMonitor.labels", {"release": None, "team": "x"})
+    labels = one("PodMonitor", values)["metadata"]["labels"]
+    assert labels["team"] == "x" and "release" not in labels
 
 
 # --- what the pods are ---

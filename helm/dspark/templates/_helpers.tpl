@@ -16,29 +16,22 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
-{{/* The HTTP port of the Serve configuration; refuses one that no other pod could reach. */}}
-{{- define "dspark.port" -}}
-{{- $text := required "serveConfigV2 is empty: take a preset (-f values-cpu.yaml) or --set-file serveConfigV2=FILE" .Values.serveConfigV2 -}}
-{{- $serve := fromYaml $text -}}
-{{- if $serve.Error }}{{ fail (printf "serveConfigV2 is not YAML: %s" $serve.Error) }}{{ end -}}
-{{- $http := default dict $serve.http_options -}}
-{{- if ne (default "127.0.0.1" $http.host) "0.0.0.0" -}}
-{{- fail "serveConfigV2: http_options.host must be 0.0.0.0, else no other pod reaches the service" -}}
+{{/* Refuses values that contradict each other. */}}
+{{- define "dspark.check" -}}
+{{- $worker := .Values.worker -}}
+{{- if and .Values.autoscaling.enabled (or (lt (int $worker.replicas) (int $worker.minReplicas)) (gt (int $worker.replicas) (int $worker.maxReplicas))) -}}
+{{- fail (printf "worker.replicas (%v) must lie between worker.minReplicas (%v) and worker.maxReplicas (%v)" $worker.replicas $worker.minReplicas $worker.maxReplicas) -}}
 {{- end -}}
-{{- default 8000 $http.port -}}
+{{- if eq .Values.modelCache.type "emptyDir" -}}
+{{- range $key := list "existingClaim" "storageClassName" -}}
+{{- if get $.Values.modelCache $key -}}
+{{- fail (printf "modelCache.%s is set, but modelCache.type is emptyDir: set it to persistentVolumeClaim" $key) -}}
 {{- end -}}
-
-{{- define "dspark.apiKeysFolder" -}}/etc/dspark/api-keys{{- end -}}
-
-{{/* Refuses keys that nobody checks, and checks without keys. */}}
-{{- define "dspark.checkApiKeys" -}}
-{{- $file := printf "%s/keys" (include "dspark.apiKeysFolder" .) -}}
-{{- $asked := contains $file .Values.serveConfigV2 -}}
-{{- if and .Values.apiKeys.secretName (not $asked) -}}
-{{- fail (printf "apiKeys.secretName is set, but serveConfigV2 has no http_config.api_keys.file: %s" $file) -}}
 {{- end -}}
-{{- if and $asked (not .Values.apiKeys.secretName) -}}
-{{- fail (printf "serveConfigV2 reads API keys from %s: name their secret in apiKeys.secretName" $file) -}}
+{{- end -}}
+{{- $monitoring := .Values.monitoring -}}
+{{- if and $monitoring.podMonitor.enabled $monitoring.prometheusRule.enabled (gt ($monitoring.podMonitor.interval | trimSuffix "s" | int) 15) -}}
+{{- fail (printf "monitoring.podMonitor.interval is %s: the alert on a stuck engine, which monitoring.prometheusRule brings, needs 15s or less" $monitoring.podMonitor.interval) -}}
 {{- end -}}
 {{- end -}}
 
@@ -66,6 +59,10 @@ metadata:
   labels:
     {{- include "dspark.labels" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .component }}
+  {{- with $values.podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
 spec:
   {{- if not (and $isHead $values.autoscaling.enabled) }}
   automountServiceAccountToken: false
@@ -135,7 +132,7 @@ spec:
         - {name: tmp, mountPath: /tmp}
         - {name: model-cache, mountPath: /var/cache/dspark}
         {{- if $values.apiKeys.secretName }}
-        - {name: api-keys, mountPath: {{ include "dspark.apiKeysFolder" $root }}, readOnly: true}
+        - {name: api-keys, mountPath: {{ include "dspark.apiKeysFile" $root | dir }}, readOnly: true}
         {{- end }}
   volumes:
     - name: tmp
