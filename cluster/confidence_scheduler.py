@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from ray.exceptions import RayActorError, RayError
 
 from cluster.accounts import FleetAccount, account
+from cluster.leases import drafting
 from cluster.messages import BudgetLease, LoadReport, StepResult
 from cluster.metrics import SchedulerMetrics
 from cluster.roster import Answer, Experience, Member, Roster
@@ -33,8 +34,8 @@ logger = logging.getLogger(__name__)
 ROUND_SECONDS = 0.025
 """Reports of so long are answered together."""
 REPORT_SECONDS, SETTLED_SECONDS = 0.025, 0.2
-"""Time from a report to the next one, at first and at most. A report keeps the engine's process from its step for some
-milliseconds, so the time doubles while the lease stays what it is; it ends at once when other requests run."""
+"""Least time from a report to the next one, at first and at most. A report keeps the engine's process from its step for
+some milliseconds, so the time doubles while the answer's cap stays; it ends when others run or are drafted for."""
 IDLE_SECONDS = 0.5
 """An engine that has no news says so this often, to be known."""
 INTRODUCE_SECONDS = 5.0
@@ -102,7 +103,9 @@ class Reporting(Protocol):
 class Rhythm:
     """When an engine's next report is due, on a clock that is passed in."""
 
-    def __init__(self) -> None:
+    def __init__(self, settles: bool) -> None:
+        """settles: False for a rank of a lockstep group, which shares steps with others whose news it can't know."""
+        self._settles = settles
         self._asked: LoadReport | None = None
         self._asked_seconds = -math.inf
         self._lease: BudgetLease | None = None
@@ -113,30 +116,36 @@ class Rhythm:
         waited = now - self._asked_seconds
         if self._asked is None or report.step == self._asked.step:
             return waited >= IDLE_SECONDS
-        return waited >= self._pause_seconds or report.request_ids != self._asked.request_ids
+        return waited >= self._pause_seconds or _audience(report) != _audience(self._asked)
 
     def asked(self, report: LoadReport, now: float) -> None:
         self._asked, self._asked_seconds = report, now
 
     def answered(self, lease: BudgetLease | None) -> None:
-        """None: no lease for now."""
+        """None: no lease for now, or no answer."""
         before, self._lease = self._lease, lease
-        # A rank of a lockstep group shares each step with others, whose news it doesn't know.
-        settled = lease is not None and before is not None and not lease.padded_tokens and lease.cap == before.cap
+        same = lease is not None and before is not None and lease.cap == before.cap
+        # Who is behind a promised speed changes with every step.
+        settled = self._settles and same and not any(lease.floors if lease else ())
         self._pause_seconds = min(2 * self._pause_seconds, SETTLED_SECONDS) if settled else REPORT_SECONDS
+
+
+def _audience(report: LoadReport) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Whom a lease is made for: all that run, and those with drafts to verify."""
+    return report.request_ids, drafting(report)
 
 
 class Line:
     """An engine's end. `observe` belongs to the step thread and only leaves a note; all else runs on the event loop."""
 
-    def __init__(self, name: str, engine: Reporting, introduce: Callable[[], Member]) -> None:
-        """`introduce` says who the engine, which calls itself `name`, is now."""
+    def __init__(self, name: str, engine: Reporting, introduce: Callable[[], Member], settles: bool) -> None:
+        """`introduce` says who the engine, which calls itself `name`, is now. `settles`: of Rhythm."""
         self._name = name
         self._engine = engine
         self._introduce = introduce
         self._scheduler: Any = None
         self._introduced_seconds = -math.inf
-        self._rhythm = Rhythm()
+        self._rhythm = Rhythm(settles)
         self._lock = threading.Lock()
         self._experience = Experience()
 
@@ -163,9 +172,11 @@ class Line:
                 async with asyncio.timeout(PATIENCE_SECONDS):
                     await self._ask(scheduler, report, now)
             except RayActorError:  # dead or out of reach; its successor will be told to us
+                self._rhythm.answered(None)
                 if self._scheduler is scheduler:
                     self._scheduler = None
             except (RayError, TimeoutError) as error:
+                self._rhythm.answered(None)
                 logger.warning("the fleet's scheduler gives no answer: %s", error or "it takes too long")
 
     async def _ask(self, scheduler: Any, report: LoadReport, now: float) -> None:

@@ -300,7 +300,7 @@ class EngineActor:
                 evidence=engine.take_evidence(),
             )
 
-        return Line(name, engine, introduce)
+        return Line(name, engine, introduce, settles=self._config.data_parallel_size == 1)
 
     def _join(self) -> Mesh:
         """Start the followers, and meet them and the other replicas of the group."""

@@ -32,9 +32,7 @@ class Offer:
 
     @classmethod
     def of(cls, lease: BudgetLease, report: LoadReport, asked_seconds: float) -> Self:
-        has_slots = survival_levels(report).max(axis=1, initial=0).tolist()
-        drafting = frozenset(name for name, drafts in zip(report.request_ids, has_slots, strict=True) if drafts)
-        return cls(lease, report, asked_seconds, drafting)
+        return cls(lease, report, asked_seconds, drafting(report))
 
     def fits(self, running: Iterable[str], drafting: Iterable[str]) -> bool:
         """Whether it was made for the requests that run now, and reckoned with all of these drafts."""
@@ -52,6 +50,12 @@ class Offer:
         """
         own_rows = num_running + self.report.num_prefill_tokens
         return replace(self.lease, cap=max(self.lease.padded_tokens - own_rows, 0))
+
+
+def drafting(report: LoadReport) -> frozenset[str]:
+    """The requests of the report whose drafts might be verified."""
+    has_slots = survival_levels(report).max(axis=1, initial=0).tolist()
+    return frozenset(name for name, drafts in zip(report.request_ids, has_slots, strict=True) if drafts)
 
 
 class Offers:

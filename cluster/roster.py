@@ -21,7 +21,7 @@ SILENT_SECONDS = 3.0
 """Who says nothing for so long is forgotten. Idle engines speak as well, more often than this."""
 LEASE_SECONDS = 1.0
 FADING = 0.9
-"""An engine's measured rate is that of about its last ten reports."""
+"""An engine's measured rate is that of about its last ten reports, a second or two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,7 +93,7 @@ class DeploymentConfig(_Section):
     autoscaling_config: AutoscalingConfig | None = None
     ray_actor_options: RayActorOptions = Field(default_factory=RayActorOptions)
     health_check_period_s: float = Field(default=1.0, gt=0, description="Time between two health checks of a replica")
-    health_check_timeout_s: float = Field(default=5.0, gt=0, description="Longest wait for one's answer")
+    health_check_timeout_s: float = Field(default=5.0, gt=0, description="Longest wait for the answer to one")
     graceful_shutdown_timeout_s: float = Field(default=10.0, ge=0, description="Time to finish when stopping")
 
     @model_validator(mode="after")
@@ -106,8 +106,8 @@ class DeploymentConfig(_Section):
 class ApiKeysConfig(_Section):
     """Where the accepted API keys are kept, never the keys themselves. One key a line."""
 
-    file: str | None = Field(default=None, description="Its path; this or environment_variable")
-    environment_variable: str | None = Field(default=None, description="Its name; this or file")
+    file: str | None = Field(default=None, description="Path of a file of keys; this or environment_variable")
+    environment_variable: str | None = Field(default=None, description="Variable that holds them; this or file")
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:

@@ -175,18 +175,12 @@ def draft_vocabulary(responses: Iterable[Response], size: int, always: Sequence[
 def provenance(**facts: object) -> dict[str, object]:
     """What made a file: the command, versions, machine and time, and `facts` of the caller's own."""
     return {
-        "command": ["python", "-m", "drafter", *shown_words(sys.argv[1:])],
+        "command": ["python", "-m", "drafter", *sys.argv[1:]],
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads",
         "versions": {"python": platform.python_version(), **{n: version(n) for n in ("torch", "transformers")}},
         **facts,
     }
-
-
-def shown_words(words: Sequence[str]) -> list[str]:
-    """A command line as others may see it: of absolute paths the names only, since folders of one machine tell nobody
-    anything."""
-    return [Path(word).name if Path(word).is_absolute() else word for word in words]
 
 
 def write_json(path: Path, content: dict[str, object]) -> None:

@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-vocabulary", type=int, default=8192, help="of all but the ablation (default: 8192)")
     parser.add_argument("--markov-rank", type=int, default=64, help="rank of the sequential heads (default: 64)")
     parser.add_argument("--mask-token-id", type=int, default=0, help="reserved row of the embedding (default: 0)")
-    parser.add_argument("--feature-memory-gib", type=float, default=6.0, help="features kept (default: 6)")
+    parser.add_argument(
+        "--feature-memory-gib", type=float, default=6.0, help="features that a process keeps (default: 6)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -61,16 +63,20 @@ def run(arguments: argparse.Namespace) -> None:
         if not ranks.is_leader:
             return
     for name, experiment in chosen.items():
-        if not laboratory.trained(experiment.arms):
-            raise ValueError(f"--trained-only: none of the drafters of {name} is trained")
+        untrained = [arm.name for arm in experiment.needs if arm not in laboratory.trained(experiment.needs)]
+        if untrained:
+            tqdm.write(f"{name} is left out: {', '.join(untrained)} must be trained first")
+            continue
         _measure(name, experiment, laboratory, arguments)
 
 
 def _measure(name: str, experiment: Experiment, laboratory: Laboratory, arguments: argparse.Namespace) -> None:
     content = experiment.measure(laboratory)
+    trained = laboratory.trained(experiment.arms)
     content = {
         "experiment": name,
         **content,
+        "left_out": [arm.name for arm in experiment.arms if arm not in trained],
         "provenance": provenance(
             target=arguments.target,
             prompts=[path.name for path in arguments.prompts],

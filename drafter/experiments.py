@@ -47,6 +47,8 @@ class Experiment:
 
     title: str
     arms: tuple[Arm, ...]
+    needs: tuple[Arm, ...]
+    """Those without which nothing is said; the others are left out where they aren't trained yet."""
     measure: Callable[[Laboratory], Result]
 
 
@@ -70,7 +72,7 @@ def _t1(laboratory: Laboratory) -> Result:
 
 def _f2(laboratory: Laboratory) -> Result:
     rows = []
-    for arm in (_DSPARK, _DFLASH, _EAGLE3):
+    for arm in laboratory.trained(EXPERIMENTS["F2"].arms):
         record = laboratory.decode(arm)
         for acceptance in acceptance_by_dataset(record.conversations, record.rounds):
             rows += [
@@ -239,26 +241,33 @@ EXPERIMENTS = {
             _MTP1,
             Arm("ngram"),
         ),
+        (_DSPARK, _DFLASH),
         _t1,
     ),
-    "F2": Experiment("Conditional acceptance by position", (_DSPARK, _DFLASH, _EAGLE3), _f2),
+    "F2": Experiment("Conditional acceptance by position", (_DSPARK, _DFLASH, _EAGLE3), (_DSPARK, _DFLASH), _f2),
     "F3": Experiment(
-        "Accepted length by depth", tuple(Arm(p, layers=n) for p in ("dspark", "dflash") for n in DEPTHS), _f3
+        "Accepted length by depth",
+        tuple(Arm(p, layers=n) for p in ("dspark", "dflash") for n in DEPTHS),
+        (_DSPARK, _DFLASH),
+        _f3,
     ),
     "F4": Experiment(
         "Accepted length by block size, and what the heads cost",
         tuple(Arm(p, block_size=n) for p in ("dspark", "dflash") for n in BLOCKS),
+        (_DSPARK, _DFLASH),
         _f4,
     ),
-    "F5": Experiment("Verifying only what is confident", (_DSPARK,), _f5),
-    "F6": Experiment("Reliability of the confidence", (_DSPARK,), _f6),
+    "F5": Experiment("Verifying only what is confident", (_DSPARK,), (_DSPARK,), _f5),
+    "F6": Experiment("Reliability of the confidence", (_DSPARK,), (_DSPARK,), _f6),
     "detach": Experiment(
         "Ablation: does the confidence loss shape the backbone?",
+        (_DSPARK, _DETACHED),
         (_DSPARK, _DETACHED),
         lambda laboratory: _ablation(laboratory, (("attached", _DSPARK), ("detached", _DETACHED))),
     ),
     "vocabulary": Experiment(
         "Ablation: reduced or full draft vocabulary",
+        (_DSPARK, _FULL),
         (_DSPARK, _FULL),
         lambda laboratory: _ablation(laboratory, (("reduced", _DSPARK), ("full", _FULL))),
     ),

@@ -14,6 +14,8 @@ def markdown(title: str, content: Mapping[str, Any]) -> str:
     made = content["provenance"]
     lines = [f"# {title}", "", f"`{' '.join(made['command'])}`", ""]
     lines += [f"{made['machine']}, {made['date']}; " + ", ".join(f"{k} {made[k]}" for k in _FACTS if k in made), ""]
+    if content["left_out"]:
+        lines += [f"Not trained, and left out: {', '.join(content['left_out'])}.", ""]
     for name, value in content.items():
         if name == "rows" and value and {"drafter", "dataset", "accepted_length"} <= value[0].keys():
             lines += [_accepted_table(value), ""]

@@ -37,7 +37,8 @@ from drafter.train import Trainer, finish, run_vocabulary, trainable
 from drafter.tree_rollout import TreeRollout
 
 BASE_SLOTS = 1_000_000
-"""Supervised block positions of each arm at --budget 1: about ten minutes on two cores with features in memory."""
+"""Supervised block positions of each arm at --budget 1: about a quarter of an hour on one core with features in memory,
+twice that for the first arm, which computes them."""
 SAVE_MINUTES = 5.0
 
 

@@ -13,7 +13,9 @@ from datetime import timedelta
 import torch
 from torch import Tensor, distributed
 
-_PATIENCE = timedelta(hours=24)
+_STEP_TIMEOUT = timedelta(minutes=30)
+"""A process that is away for so long is lost, and ends the training. It goes on from its last save."""
+_PATIENCE = timedelta(days=7)
 """The others wait while the leader has the target answer prompts; torchrun ends all when one dies."""
 
 
@@ -47,10 +49,21 @@ class Ranks:
     def leader_first(self) -> Iterator[None]:
         """The block is entered by the leader, and by the others once the leader has left it: what it writes is read."""
         if not self.is_leader:
-            distributed.barrier()
+            distributed.monitored_barrier(timeout=_PATIENCE)
         yield
         if self.is_leader and self.size > 1:
-            distributed.barrier()
+            distributed.monitored_barrier(timeout=_PATIENCE)
+
+    def agree(self, **facts: object) -> None:
+        """Raises ValueError naming what differs between the processes: they would train different drafters as one."""
+        if self.size == 1:
+            return
+        everyone: list[dict[str, object]] = [{}] * self.size
+        distributed.all_gather_object(everyone, facts)
+        for name in facts:
+            values = [theirs[name] for theirs in everyone]
+            if any(value != values[0] for value in values):
+                raise ValueError(f"the processes don't have the same {name} ({values}): do all see the same folders?")
 
 
 ALONE = Ranks(0, 1)
@@ -62,7 +75,7 @@ def joined_ranks() -> Iterator[Ranks]:
     if not distributed.is_torchelastic_launched():
         yield ALONE
         return
-    distributed.init_process_group("gloo", timeout=_PATIENCE)
+    distributed.init_process_group("gloo", timeout=_STEP_TIMEOUT)
     try:
         yield Ranks(distributed.get_rank(), distributed.get_world_size())
     finally:

@@ -78,7 +78,8 @@ class Blocks:
     """Slots whose label is a token of the anchor's own response: the contiguous valid prefix."""
 
     def of(self, sequences: Sequence[int]) -> Blocks:
-        """The blocks of these sequences, which are counted anew from 0."""
+        """The blocks of these sequences, in ascending order, which are counted anew from 0."""
+        assert list(sequences) == sorted(sequences)
         number = torch.full((int(self.sequence_M.max()) + 1,), -1)
         number[list(sequences)] = torch.arange(len(sequences))
         sequence_M = number[self.sequence_M]

@@ -53,6 +53,10 @@ class Trainer:
         self.model = model
         self.memory = memory
         self.responses = responses
+        if ranks.size > config.sequences_per_step:
+            raise ValueError(
+                f"--sequences-per-step {config.sequences_per_step} is too few: each of {ranks.size} processes needs one"
+            )
         self.config = config
         self.ranks = ranks
         backbone = dict(model.backbone.named_parameters())
@@ -163,7 +167,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-vocabulary", type=int, help="most frequent response tokens to draft (default: all, or --init's)"
     )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
-    parser.add_argument("--feature-memory-gib", type=float, default=6.0, help="features kept (default: 6)")
+    parser.add_argument(
+        "--feature-memory-gib", type=float, default=6.0, help="features that a process keeps (default: 6)"
+    )
     parser.add_argument("--checkpoint-minutes", type=float, default=5.0, help="between saves (default: 5)")
     for field in dataclasses.fields(TrainConfig):
         name = "--" + field.name.replace("_", "-")
@@ -195,9 +201,12 @@ def run(arguments: argparse.Namespace) -> None:
     fields |= {name: getattr(preset, name) for name in _PRESET_LOSS if fields[name] is None}
     config = TrainConfig(**fields)
     with joined_ranks() as ranks:
+        path: Path = arguments.responses or arguments.output / "responses.jsonl"
         with ranks.leader_first():
-            arguments.output.mkdir(parents=True, exist_ok=True)
-            path = arguments.responses or _answered(arguments)
+            if ranks.is_leader:
+                arguments.output.mkdir(parents=True, exist_ok=True)
+                if arguments.responses is None:
+                    _answer(arguments, path)
         responses = trainable(read_responses(path), config.max_length)
         target = Target.load(arguments.target)
         with ranks.leader_first():
@@ -237,15 +246,13 @@ def _preset(arguments: argparse.Namespace) -> Preset:
     return dataclasses.replace(preset, **{name: value for name, value in options.items() if value is not None})
 
 
-def _answered(arguments: argparse.Namespace) -> Path:
-    """The target's answers to --prompts, as `synthesize` writes them by default; an earlier run's are kept."""
-    path: Path = arguments.output / "responses.jsonl"
+def _answer(arguments: argparse.Namespace, path: Path) -> None:
+    """Let the target answer --prompts into `path`, as `synthesize` does by default; earlier answers are kept."""
     parser = argparse.ArgumentParser()
     synthesize.add_arguments(parser)
     command = ["--target", arguments.target, "--prompts", str(arguments.prompts), "--output", str(path)]
     command += ["--threads", str(arguments.threads), "--seed", str(arguments.seed)]
     synthesize.run(parser.parse_args([*command, "--max-length", str(arguments.max_length)]))
-    return path
 
 
 def trainable(responses: list[Response], max_length: int) -> list[Response]:
@@ -276,6 +283,12 @@ def finish(trainer: Trainer, folder: Path, source: str, checkpoint_minutes: floa
     state = folder / "state.pt"
     if state.exists():
         trainer.load(state)
+    trainer.ranks.agree(
+        step=trainer.step,
+        responses=hash(tuple(response.token_ids for response in trainer.responses)),
+        settings=trainer.config,
+        weights=float(sum(parameter.detach().double().abs().sum() for parameter in trainer.model.parameters())),
+    )
     _train(trainer, state, checkpoint_minutes)
     if not trainer.ranks.is_leader:
         return

@@ -32,15 +32,15 @@ LOOKS_PER_STATUS = 20
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, help="a Serve configuration, as `serve run` takes it")
-    parser.add_argument("--check", action="store_true", help="print the settings in force, or what is wrong, and stop")
+    parser.add_argument("--check", action="store_true", help="print the args in force, or what is wrong, and stop")
     arguments = parser.parse_args()
     path = arguments.config
     try:
         config = yaml.safe_load(path.read_text())
-        application = parse_config(config["applications"][0]["args"])
         if arguments.check:
-            print(application.effective_yaml(), end="")
+            print(checked(config), end="")
             return 0
+        application = parse_config(config["applications"][0]["args"])
         for source in (application.model_loading_config.model_source, application.engine_kwargs.drafter_source):
             if source is not None and application.accelerator_type is None:  # else it may not even fit on this machine
                 resolve_source(source)
@@ -65,6 +65,13 @@ def main() -> int:
         return server.wait() or int(not ready)
     except KeyboardInterrupt:  # Ctrl-C reached `serve run` too: it shuts the application down by itself
         return server.wait()
+
+
+def checked(config: dict[str, Any]) -> str:
+    """The settings in force of every application, in a Serve configuration or in a chart's values that hold one."""
+    if "serveConfigV2" in config:
+        config = yaml.safe_load(config["serveConfigV2"])
+    return "---\n".join(parse_config(application["args"]).effective_yaml() for application in config["applications"])
 
 
 def address(config: dict[str, Any]) -> tuple[str, int]:

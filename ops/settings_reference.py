@@ -21,7 +21,7 @@ first. A key that isn't here is refused, and so is a value outside its range; bo
 
 Schema = dict[str, Any]
 NOT_THERE = {"engine_kwargs.model_source"}
-"""Refused where it would contradict model_loading_config."""
+"""Refused: model_loading_config has it."""
 
 
 def reference() -> str:

@@ -16,8 +16,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from drafter.data import shown_words
-
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "ops" / "results"
 SPEEDUP, ALONE, PEERS = (RESULTS / name for name in ("speedup.json", "speedup_alone.json", "peers.json"))
@@ -42,10 +40,10 @@ def provenance() -> Row:
 
 
 def _command() -> str:
-    """What was typed."""
+    """What was typed; of absolute paths only the name, since folders of this machine tell nobody anything."""
     spec = sys.modules["__main__"].__spec__
     program = f"python -m {spec.name}" if spec else Path(sys.argv[0]).name
-    return " ".join([program, *shown_words(sys.argv[1:])])
+    return " ".join([program, *[Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]])
 
 
 def _commit() -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +17,11 @@ from test_scheduling import VOCAB, curve
 from tiny_engine import Outputs, make_engine, prompts, random_drafter, request
 
 from cluster.budget import encode_survival
-from cluster.confidence_scheduler import IDLE_SECONDS, Rhythm
+from cluster.confidence_scheduler import IDLE_SECONDS, SETTLED_SECONDS, ConfidenceScheduler, Line, Rhythm
 from cluster.engine import Engine
 from cluster.leases import Offer, Offers
 from cluster.messages import BudgetLease, LoadReport
+from cluster.roster import Member
 
 
 def report(step: int = 0, num_requests: int = 2, prefill: int = 0) -> LoadReport:
@@ -89,22 +93,65 @@ def times_of_reports(rhythm: Rhythm, lease: BudgetLease | None, start: int, end:
 
 
 def test_reports_become_rare_while_the_lease_stays_and_come_at_once_for_other_requests() -> None:
-    rhythm = Rhythm()
+    rhythm = Rhythm(settles=True)
     settled = times_of_reports(rhythm, BudgetLease(cap=3, price=0.1), 0, 2000)
     assert [b - a for a, b in itertools.pairwise(settled)][:5] == [28, 56, 105, 203, 203]
     assert rhythm.is_due(report(step=3000, num_requests=3), settled[-1] / 1000 + 0.01)
     assert not rhythm.is_due(report(step=3000), settled[-1] / 1000 + 0.01)
+    fewer = replace(report(step=3000), survival=encode_survival([[0.5, 0.25], []], 2))
+    assert rhythm.is_due(fewer, settled[-1] / 1000 + 0.01), "other requests are drafted for"
     changed = times_of_reports(rhythm, BudgetLease(cap=4), 2002, 2500)
     assert changed[1] - changed[0] == 28, "another cap is news"
 
 
-@pytest.mark.parametrize("lease", [None, BudgetLease(cap=3, padded_tokens=9)])
-def test_without_a_lease_of_its_own_an_engine_reports_often(lease: BudgetLease | None) -> None:
-    assert len(times_of_reports(Rhythm(), lease, 0, 1000)) == 36
+@pytest.mark.parametrize(
+    ("settles", "lease"),
+    [(True, None), (True, BudgetLease(cap=3, floors=(0.0, 1.5))), (False, BudgetLease(cap=0))],
+    ids=["no lease", "a promised speed", "a lockstep group"],
+)
+def test_who_has_news_in_every_step_reports_often(settles: bool, lease: BudgetLease | None) -> None:
+    assert len(times_of_reports(Rhythm(settles), lease, 0, 1000)) == 36
+
+
+def test_a_line_reports_less_often_while_its_lease_stays() -> None:
+    """The engine's end and the real scheduler in one process, on the real clock."""
+    asyncio.run(_settle())
+
+
+async def _settle() -> None:
+    scheduler, engine = ConfidenceScheduler(), SteppingEngine()
+    member = Member(
+        engine="e", replica="r", group="", rank=0, group_size=1, max_num_seqs=8, tiers=(), curve=curve(0.01)
+    )
+    line = Line("e", engine, lambda: member, settles=True)
+    line.connect(SimpleNamespace(report=SimpleNamespace(remote=scheduler.report)))
+    running = asyncio.create_task(line.run())
+    await asyncio.sleep(2.5)
+    running.cancel()
+    seconds = [asked for _, asked in engine.offers]
+    assert len(seconds) > 2, "no lease came"
+    assert max(later - earlier for earlier, later in itertools.pairwise(seconds)) >= SETTLED_SECONDS
+    assert len(seconds) <= 16, "at REPORT_SECONDS and a round each there would be some 45"
+
+
+class SteppingEngine:
+    """A report every time that somebody looks."""
+
+    def __init__(self) -> None:
+        self.clock = time.monotonic
+        self.offers: list[tuple[BudgetLease, float]] = []
+        self._steps = itertools.count()
+
+    @property
+    def last_report(self) -> LoadReport:
+        return report(step=next(self._steps))
+
+    def offer(self, lease: BudgetLease, report: LoadReport, asked_seconds: float) -> None:
+        self.offers.append((lease, asked_seconds))
 
 
 def test_an_engine_that_stands_still_is_heard_now_and_then() -> None:
-    rhythm, still = Rhythm(), report(step=7)
+    rhythm, still = Rhythm(settles=True), report(step=7)
     rhythm.asked(still, 1.0)
     assert not rhythm.is_due(still, 1.0 + IDLE_SECONDS - 0.01)
     assert rhythm.is_due(still, 1.0 + IDLE_SECONDS)

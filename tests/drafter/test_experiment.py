@@ -105,18 +105,25 @@ def test_every_experiment_writes_its_files(
 
 
 def test_what_is_trained_is_measured_before_the_rest_is(
-    laboratory: Laboratory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    laboratory: Laboratory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
     laboratory.train([Arm("dspark"), Arm("dflash"), Arm("dflash", layers=1), Arm("dspark", block_size=3)])
-    monkeypatch.setattr(laboratory, "_train", None)
+    monkeypatch.setattr("drafter.experiment.Laboratory", lambda *_: laboratory)
+    monkeypatch.setattr("drafter.experiment.Target.load", lambda _: laboratory.target)
+    monkeypatch.setattr(laboratory, "train", None)
+    options = arguments(tmp_path, laboratory._responses, "T1", "F3", "F4", "detach", "--trained-only")
+    experiment.run(options)
+    assert not (tmp_path / "results" / "detach.json").exists()
+    assert "detach is left out: dspark-2x7-detached must be trained first" in capsys.readouterr().out
     found = {}
     for name in ("T1", "F3", "F4"):
-        experiment._measure(name, EXPERIMENTS[name], laboratory, laboratory._arguments)
         found[name] = json.loads((tmp_path / "results" / f"{name}.json").read_text())["rows"]
     assert {row["drafter"] for row in found["T1"]} == {"dspark", "dflash", "ddtree", "ngram"}
     assert {(row["drafter"], row["layers"]) for row in found["F3"]} == {("dspark", 2), ("dflash", 2), ("dflash", 1)}
     assert {row["block_size"] for row in found["F4"]} == {7}, "3 has nothing to compare with"
+    page = (tmp_path / "results" / "F3.md").read_text()
+    assert "left out: dspark-1x7, dspark-5x7, dflash-5x7." in page
 
 
 def each_arms(name: str) -> tuple[Arm, ...]:

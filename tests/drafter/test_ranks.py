@@ -6,17 +6,19 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, distributed, multiprocessing
 
 from drafter.__main__ import main
 from drafter.data import Response, response_line
 from drafter.ranks import Ranks
 from drafter.target import Target
+from drafter.train import Trainer
 from tests.drafter.test_train import trainer_for
 
 STEPS = 4
@@ -45,6 +47,34 @@ def test_every_row_is_computed_once(size: int, pieces: int, count: int) -> None:
     parts = [part for share in shares for part in share]
     assert sorted(row for part in parts for row in part) == list(range(count))
     assert all(parts) and all(len(share) <= pieces for share in shares)
+
+
+def test_processes_add_up_wait_and_agree(tmp_path: Path) -> None:
+    multiprocessing.spawn(process, (tmp_path,), nprocs=2)
+    assert torch.load(tmp_path / "0.pt") == torch.load(tmp_path / "1.pt") == ([[1.0, 3.0], [1.0]], "left")
+
+
+def process(rank: int, folder: Path) -> None:
+    """Rank `rank` of two."""
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    ranks, tensors = Ranks(rank, 2), [torch.arange(2.0) + rank, torch.tensor([float(rank)])]
+    ranks.add_up(tensors)
+    with ranks.leader_first():
+        if ranks.is_leader:
+            time.sleep(0.5)
+            (folder / "left").write_text("left")
+        seen = (folder / "left").read_text()
+    ranks.agree(step=7, weights=0.5)
+    with pytest.raises(ValueError, match=r"don't have the same step \(\[0, 1\]\)"):
+        ranks.agree(step=rank, weights=0.5)
+    torch.save(([tensor.tolist() for tensor in tensors], seen), folder / f"{rank}.pt")
+    distributed.destroy_process_group()
+
+
+def test_more_processes_than_sequences_are_refused(tiny_target: Target, tiny_responses: list[Response]) -> None:
+    trainer = trainer_for(tiny_target, tiny_responses, sequences_per_step=2)
+    with pytest.raises(ValueError, match="--sequences-per-step 2 is too few: each of 3 processes"):
+        Trainer(trainer.model, trainer.memory, tiny_responses, trainer.config, Ranks(0, 3))
 
 
 def train(folder: Path, target: Path, name: str, *options: str, processes: int = 1) -> dict[str, Tensor]:

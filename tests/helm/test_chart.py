@@ -242,6 +242,7 @@ SCALED = with_(CPU, "autoscaling.enabled", True)
             with_(GPU, "worker.resources.limits", {"cpu": 16, "nvidia.com/gpu": 3}),
             r"asks for 1 engines \(ranks of each: 4\), and the workers hold 0",
         ),
+        (with_(GPU, "worker.resources.limits", {"cpu": 16}), "accelerator_type is H100, and no worker has a GPU"),
         (serving(CPU, f"{DEPLOYMENT}.graceful_shutdown_timeout_s", 60), r"timeout_s is 60, .*PeriodSeconds \(60\)"),
         (
             serving(with_(CPU, "terminationGracePeriodSeconds", 10), f"{DEPLOYMENT}.graceful_shutdown_timeout_s", None),
@@ -283,6 +284,7 @@ def test_keys_that_nobody_would_check_are_refused(text: str) -> None:
         with_(CPU, "worker.resources.limits.cpu", "1500m"),  # Ray counts two
         serving(with_(CPU, "worker.resources.limits.cpu", None), f"{RESERVED}.num_cpus", 64),  # a whole node's
         serving(CPU, f"{RESERVED}.num_cpus", 0.5),
+        {**CPU, "serveConfigV2": json.dumps(yaml.safe_load(CPU["serveConfigV2"]), separators=(",", ":"))},
         serving(CPU, "args.engine_kwargs.tensor_parallel_size", "two"),  # wrong, and for the application to say
         serving(with_(CPU, "worker.resources.limits", {"cpu": 8, "amd.com/gpu": 1}), f"{DEPLOYMENT}.num_replicas", 4),
         serving(GPU, RESERVED, None),  # a GPU keeps an engine off the head as well

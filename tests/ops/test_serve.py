@@ -7,10 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from ops.benchmarks.report import ROOT
-from ops.serve import address, port_is_taken
+from ops.serve import address, checked, port_is_taken
 
 
 def test_the_address_is_the_files_or_serves_own() -> None:
@@ -44,6 +45,15 @@ def test_a_file_can_be_checked_where_it_could_not_be_served() -> None:
     given, seen = config["applications"][0]["args"], yaml.safe_load(result.stdout)
     assert given["engine_kwargs"].items() <= seen["engine_kwargs"].items()
     assert seen["unhealthy_after_s"] == 60
+
+
+def test_every_application_is_checked_also_inside_a_charts_values() -> None:
+    values = yaml.safe_load((ROOT / "helm" / "dspark" / "values-cpu.yaml").read_text())
+    assert "model_id: smollm2-135m-instruct" in checked(values)
+    config = yaml.safe_load(values["serveConfigV2"])
+    config["applications"].append({"args": {"model_loading_config": {"model_id": "other"}, "http_confg": {}}})
+    with pytest.raises(ValueError, match="http_confg: unknown key"):
+        checked({"serveConfigV2": yaml.safe_dump(config)})
 
 
 def serve(folder: Path, config: dict[str, object], *options: str) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,7 @@ engine that never starts or a service that asks nobody for a key. All else is fo
 {{/* The Serve configuration, as JSON. */}}
 {{- define "dspark.serve" -}}
 {{- $text := required "serveConfigV2 is empty: take a preset (-f values-cpu.yaml) or --set-file serveConfigV2=FILE" .Values.serveConfigV2 | trim -}}
-{{- if regexMatch "^\\S+$" $text -}}
+{{- if regexMatch "^[^\\s{]+$" $text -}}
 {{- fail (printf "serveConfigV2 is the one word %s: if it is a file's name, --set-file serveConfigV2=%s" $text $text) -}}
 {{- end -}}
 {{- $serve := fromYaml $text -}}
@@ -54,7 +54,9 @@ engine that never starts or a service that asks nobody for a key. All else is fo
 {{- range $i, $application := (include "dspark.serve" . | fromJson).applications -}}
 {{- $place := include "dspark.section" (list $application (printf "applications[%d]." $i) "args.http_config.api_keys") | fromJson -}}
 {{- $files = append $files $place.file -}}
+{{- if eq (toString $application.import_path) "deployments.app:build" -}}
 {{- $_ := set $asks (default "default" $application.name) (not (empty $place)) -}}
+{{- end -}}
 {{- end -}}
 {{- if and $secret (not (has $mounted $files)) -}}
 {{- fail (printf "apiKeys.secretName is set, but no application reads the keys: serveConfigV2 needs applications[].args.http_config.api_keys.file: %s" $mounted) -}}
@@ -114,8 +116,15 @@ many there may be, and how many the workers hold. Refuses engines that could not
 {{- fail (printf "%s.ray_actor_options.num_cpus is %v, and no worker has so many: worker.resources.limits.cpu is %v" $error $numCpus $limits.cpu) -}}
 {{- end -}}
 {{- end -}}
+{{- if $args.accelerator_type -}}
+{{- $gpus := 0 -}}
 {{- range $device, $number := $limits -}}
-{{- if and $args.accelerator_type (hasSuffix "gpu" $device) }}{{ $ranks = min $ranks (int (toString $number)) }}{{ end -}}
+{{- if hasSuffix "gpu" $device }}{{ $gpus = int (toString $number) }}{{ end -}}
+{{- end -}}
+{{- if not $gpus -}}
+{{- fail (printf "serveConfigV2: %sargs.accelerator_type is %s, and no worker has a GPU: worker.resources.limits needs nvidia.com/gpu" $at $args.accelerator_type) -}}
+{{- end -}}
+{{- $ranks = min $ranks $gpus -}}
 {{- end -}}
 {{- $size := max 1 (int $engine.tensor_parallel_size) -}}
 {{- $holds := div (mul $pods $ranks) $size -}}
