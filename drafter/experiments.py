@@ -6,10 +6,11 @@ A result is what goes into NAME.json. Knows the laboratory and the comparisons; 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +26,10 @@ from drafter.calibration import (
 from drafter.comparison import datasets, gain, macro_score, scores, threshold_sweep
 from drafter.dspark import DSpark
 from drafter.evaluate import acceptance_by_dataset
+from drafter.interface import Drafter
 from drafter.laboratory import Arm, Laboratory, Record
 from drafter.speculative import SamplingRows, draft_sampler
+from drafter.target import Target
 
 Result = dict[str, object]
 """What a JSON file holds."""
@@ -66,6 +69,7 @@ def _t1(laboratory: Laboratory) -> Result:
         "rows": _plain([score for name, record in records.items() for score in scores(name, record)]),
         "macro": _plain([macro_score(name, record) for name, record in records.items()]),
         "gains": _plain(gains),
+        "draft_passes": draft_latencies(laboratory, [arm for arm in arms.values() if arm.is_trained]),
         "tree_nodes": TREE_NODES,
     }
 
@@ -168,20 +172,11 @@ def head_latency(laboratory: Laboratory, arm: Arm, context: int = 200, repetitio
     bare.markov_head = bare.confidence_head = None
     rows = 1 + arm.block_size
     requests = max(1, LATENCY_ROWS // rows)
-    layers, heads, size = drafter.context_shape
-    shape = (layers, requests, context, heads, size)
-    keys, values = torch.zeros(2, *shape, dtype=target.dtype)
-    at = torch.full((requests,), context)
     cache = target.row_cache(requests, context + rows)
     tokens = torch.zeros(requests, rows, dtype=torch.int64)
-    positions = at[:, None] + torch.arange(rows)
+    positions = (context + torch.arange(rows)).expand(requests, rows)
     whole = torch.zeros(requests, context, dtype=torch.int64)
     target.cached_features(whole, torch.arange(context).expand_as(whole), cache, torch.arange(requests), (0,))
-
-    @torch.inference_mode()
-    def draft(model: DSpark) -> None:
-        sampler = draft_sampler(_plain_rows(at + 1), arm.block_size, model.target_ids)
-        model.propose(tokens[:, 0], at, keys, values, at, sampler, arm.block_size)
 
     def verify() -> None:
         _, hidden = target.cached_features(tokens, positions, cache, torch.arange(requests), model_layers)
@@ -189,18 +184,11 @@ def head_latency(laboratory: Laboratory, arm: Arm, context: int = 200, repetitio
 
     model_layers = drafter.target_layer_ids
     calls: dict[str, Callable[[], None]] = {
-        "draft": lambda: draft(drafter),
-        "draft without heads": lambda: draft(bare),
+        "draft": lambda: _draft(target, drafter, requests, context),
+        "draft without heads": lambda: _draft(target, bare, requests, context),
         "verify": verify,
     }
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for repetition in range(repetitions + 2):  # in turns, so that a slow moment of the machine hits all
-        for name, call in calls.items():
-            started = time.perf_counter()
-            call()
-            if repetition >= 2:
-                seconds[name].append(time.perf_counter() - started)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    medians = _median_seconds(calls, repetitions)
     round_seconds = medians["draft"] + medians["verify"]
     return {
         "block_size": arm.block_size,
@@ -210,6 +198,43 @@ def head_latency(laboratory: Laboratory, arm: Arm, context: int = 200, repetitio
         "round_seconds": round_seconds,
         "heads_share": (medians["draft"] - medians["draft without heads"]) / round_seconds,
     }
+
+
+def draft_latencies(laboratory: Laboratory, arms: Sequence[Arm], context: int = 200, repetitions: int = 9) -> Result:
+    """Median seconds of a draft pass of each drafter, for the requests of a round of about LATENCY_ROWS rows."""
+    requests = max(1, LATENCY_ROWS // (1 + max(arm.block_size for arm in arms)))
+    drafters = {arm.preset: laboratory.load(arm) for arm in arms}
+    calls = {
+        name: functools.partial(_draft, laboratory.target, drafter, requests, context)
+        for name, drafter in drafters.items()
+    }
+    return dict(_median_seconds(calls, repetitions))
+
+
+@torch.inference_mode()
+def _draft(target: Target, drafter: Drafter, requests: int, context: int) -> None:
+    """One draft pass for requests that have `context` tokens each."""
+    keys, values = torch.zeros(2, *_context_shape(drafter, requests, context), dtype=target.dtype)
+    at = torch.full((requests,), context)
+    sampler = draft_sampler(_plain_rows(at + 1), drafter.block_size, drafter.target_ids)
+    drafter.propose(torch.zeros_like(at), at, keys, values, at, sampler, drafter.block_size)
+
+
+def _context_shape(drafter: Drafter, requests: int, context: int) -> tuple[int, ...]:
+    layers, heads, size = drafter.context_shape
+    return layers, requests, context, heads, size
+
+
+def _median_seconds(calls: Mapping[str, Callable[[], None]], repetitions: int) -> dict[str, float]:
+    """Of each call; in turns, so that a slow moment of the machine hits all."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for repetition in range(repetitions + 2):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if repetition >= 2:
+                seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def _plain_rows(positions: torch.Tensor) -> SamplingRows:

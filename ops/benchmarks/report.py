@@ -156,6 +156,7 @@ def laboratory_section(results: Row) -> str:
     drafters = list(dict.fromkeys(row["drafter"] for row in results["rows"]))
     datasets = list(dict.fromkeys(row["dataset"] for row in results["rows"]))
     gains = {row["over"]: row for row in results["gains"] if row["dataset"] == "macro"}
+    passes = results["draft_passes"]
     lines = []
     for drafter in drafters:
         mean = lengths[drafter, "macro"]
@@ -165,10 +166,11 @@ def laboratory_section(results: Row) -> str:
                 *[f"{lengths[drafter, dataset]['accepted_length']:.2f}" for dataset in datasets],
                 f"{mean['accepted_length']:.2f} ({mean['low']:.2f}-{mean['high']:.2f})",
                 _gain(gains[drafter]) if drafter in gains else "-",
+                f"{1000 * passes[drafter]:.1f}" if drafter in passes else "-",
             ]
         )
     made = results["provenance"]
-    header = ["drafter", *datasets, "mean", f"{results['gains'][0]['drafter']} over it"]
+    header = ["drafter", *datasets, "mean", f"{results['gains'][0]['drafter']} over it", "draft pass, ms"]
     return "\n\n".join(
         [
             f"Measured {made['date'][:10]} on {made['machine']}, torch {made['versions']['torch']}, at temperature "

@@ -35,13 +35,14 @@ def test_drafters_are_compared_by_data_set_and_by_what_the_first_gains() -> None
         "rows": [score("dspark", "gsm8k", 2.5), score("dflash", "gsm8k", 2.0)],
         "macro": [score("dspark", "macro", 2.5), score("dflash", "macro", 2.0)],
         "gains": [gain, {**gain, "dataset": "gsm8k", "percent": 99.0}],
+        "draft_passes": {"dspark": 0.0155},
         "provenance": {**made, "slots": 600000, "command": ["python", "-m", "drafter", "experiment", "T1"]},
     }
     text = laboratory_section(results)
     assert "600,000 slots each, with `python -m drafter experiment T1`" in text
     assert text.splitlines()[-2:] == [
-        "| dspark  |  2.50 | 2.50 (2.40-3.00) | -                    |",
-        "| dflash  |  2.00 | 2.00 (1.90-3.00) | +25.0% (-1.0..+30.0) |",
+        "| dspark  |  2.50 | 2.50 (2.40-3.00) | -                    | 15.5           |",
+        "| dflash  |  2.00 | 2.00 (1.90-3.00) | +25.0% (-1.0..+30.0) | -              |",
     ]
 
 
