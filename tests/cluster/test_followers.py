@@ -41,6 +41,7 @@ def engine(cluster: None, tiny: tuple[Path, Any], tmp_path: Path) -> Iterator[An
     ray.get(actor.ready.remote())
     yield actor
     ray.kill(actor)
+    eventually(lambda: not actor_processes("Follower"), "the next test finds nobody else's ranks")
 
 
 def test_two_ranks_say_what_one_says(engine: Any, tiny: tuple[Path, Any]) -> None:
