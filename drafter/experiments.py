@@ -214,15 +214,11 @@ def draft_latencies(laboratory: Laboratory, arms: Sequence[Arm], context: int = 
 @torch.inference_mode()
 def _draft(target: Target, drafter: Drafter, requests: int, context: int) -> None:
     """One draft pass for requests that have `context` tokens each."""
-    keys, values = torch.zeros(2, *_context_shape(drafter, requests, context), dtype=target.dtype)
+    layers, heads, size = drafter.context_shape
+    keys, values = torch.zeros(2, layers, requests, context, heads, size, dtype=target.dtype)
     at = torch.full((requests,), context)
     sampler = draft_sampler(_plain_rows(at + 1), drafter.block_size, drafter.target_ids)
     drafter.propose(torch.zeros_like(at), at, keys, values, at, sampler, drafter.block_size)
-
-
-def _context_shape(drafter: Drafter, requests: int, context: int) -> tuple[int, ...]:
-    layers, heads, size = drafter.context_shape
-    return layers, requests, context, heads, size
 
 
 def _median_seconds(calls: Mapping[str, Callable[[], None]], repetitions: int) -> dict[str, float]:

@@ -116,7 +116,6 @@ class Totals:
 class StepSummary:
     """Sums over supervised slots, weighted as in the loss and divided by the step's totals: means, of a whole step."""
 
-    loss: float
     soft_cross_entropy: float
     overlap: float
     """1 - TV(p_d, p_t): the probability that a sampled draft passes."""
@@ -173,7 +172,7 @@ def batch_loss(
             confidence += float(slot_confidence.detach())
         soft += float((weights * slot_soft).sum()) / total
         overlap += float((weights * (1 - distance / 2)).sum()) / total
-    return loss, StepSummary(float(loss.detach()), soft, overlap, confidence)
+    return loss, StepSummary(soft, overlap, confidence)
 
 
 def _padded_tokens(responses: Sequence[Response]) -> Tensor:

@@ -89,7 +89,7 @@ class Trainer:
         generator = torch.Generator().manual_seed((config.seed << 32) + self.step)
         blocks = choose_anchors(responses, config.anchors_per_sequence, self.model.block_size, generator)
         totals = step_totals(self.model, responses, blocks, config.position_decay)
-        means = torch.zeros(4)
+        means = torch.zeros(3)
         for rows in self.ranks.share(len(indices), config.gradient_accumulation_steps):
             means += self._backward([indices[row] for row in rows], blocks.of(rows), totals)
         gradients = [_gradient(parameter) for parameter in self.model.parameters() if parameter.requires_grad]
@@ -100,7 +100,7 @@ class Trainer:
         return StepSummary(*means.tolist())
 
     def _backward(self, indices: list[int], blocks: Blocks, totals: Totals) -> Tensor:
-        """Adds the gradient of these sequences; their share of the step's means, in the order of StepSummary [4]."""
+        """Adds the gradient of these sequences; their share of the step's means, in the order of StepSummary [3]."""
         responses = [self.responses[index] for index in indices]
         features = self.memory.get(indices, [response.token_ids for response in responses])
         distill = self._progress < self.config.distillation_fraction

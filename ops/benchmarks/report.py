@@ -139,11 +139,9 @@ def drafter_section(results: Row) -> str:
         for name, key in (("ECE before STS", "ece_before_sts"), ("ECE after", "ece_after_sts"), ("AUROC", "auroc"))
     ]
     positions = [f"position {k + 1}" for k in slots]
-    made = results["provenance"]
     return "\n\n".join(
         [
-            f"Measured {made['date'][:10]} on {made['machine']}, torch {made['versions']['torch']}, at temperature "
-            f"{made['temperature']:g}, with `{' '.join(made['command'])}`.",
+            _decoded_on(results["provenance"]),
             table(["prompts", "accepted length", *positions], acceptance),
             table(["survival", *positions, "mean"], calibration),
         ]
@@ -173,10 +171,17 @@ def laboratory_section(results: Row) -> str:
     header = ["drafter", *datasets, "mean", f"{results['gains'][0]['drafter']} over it", "draft pass, ms"]
     return "\n\n".join(
         [
-            f"Measured {made['date'][:10]} on {made['machine']}, torch {made['versions']['torch']}, at temperature "
-            f"{made['temperature']:g}, {made['slots']:,} slots each, with `{' '.join(made['command'])}`.",
+            _decoded_on(made, f"{made['slots']:,} slots each, "),
             table(header, lines),
         ]
+    )
+
+
+def _decoded_on(made: Row, training: str = "") -> str:
+    """The origin of what `python -m drafter` measured."""
+    return (
+        f"Measured {made['date'][:10]} on {made['machine']}, torch {made['versions']['torch']}, at temperature "
+        f"{made['temperature']:g}, {training}with `{' '.join(made['command'])}`."
     )
 
 
