@@ -15,9 +15,12 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-RATE = 0.05
-"""How far one step moves the cells around it."""
-LARGEST_SURPRISE = 2.0
+PRIOR_STEPS = 5.0
+"""The measurement that a curve starts from counts as so many real steps: those differ from it by more than from each
+other. Each step at a cell counts as much as those before it, at first."""
+LEAST_RATE = 1 / 160
+"""Later a cell follows about so many of its latest steps: a budget hangs on differences of a few percent."""
+LARGEST_SURPRISE = 1.5
 """One step counts at most as so many times, or as that part of, what was expected: a page fault moves little."""
 LARGEST_FACTOR = 4.0
 NEARER_BY_OCTAVE = 4.0
@@ -63,9 +66,12 @@ class Corrections:
         """[N] within 1/4 .. 4."""
         return np.exp(self.logarithms)
 
-    def observed(self, weights: Array, ratio: float) -> Corrections:
-        """After a time `ratio` times the expected one, at cells of these weights [N], which sum to 1."""
-        surprise = np.clip(np.log(ratio), -np.log(LARGEST_SURPRISE), np.log(LARGEST_SURPRISE))
-        rates = RATE * weights
-        own = self.own + rates * (self.logarithms + surprise - self.own)
-        return Corrections(self.closeness, own, self.visited + rates * (1 - self.visited))
+    def observed(self, weights_SN: Array, ratios_S: Array) -> Corrections:
+        """After S steps, each of a time ratios_S times the expected one, at cells of these weights, rows of sum 1."""
+        limit = np.log(LARGEST_SURPRISE)
+        aims_SN = self.logarithms + np.clip(np.log(ratios_S), -limit, limit)[:, None]
+        own, visited = self.own, self.visited
+        for weights, aim in zip(weights_SN, aims_SN, strict=True):
+            rates = weights * np.maximum((1 - visited) / PRIOR_STEPS, LEAST_RATE)
+            own, visited = own + rates * (aim - own), visited + rates * (1 - visited)
+        return Corrections(self.closeness, own, visited)

@@ -26,6 +26,9 @@ from cluster.sps import CostCurve
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+ENGINES_AT_ONCE = 8
+"""So many are searched together: enough that numpy's calls are long, few enough that their arrays stay in the cache."""
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -47,18 +50,25 @@ def allocate(
     Without drafts a step costs no draft pass: cap 0 means "do not draft". The last budget is kept unless the best
     promises more than `min_gain` over it, so that noise does not make the batch size flap.
     """
+    few: list[Group] = []
+    leases: list[list[BudgetLease]] = []
+    for group in groups:
+        few.append(group)
+        if sum(len(group.reports) for group in few) >= ENGINES_AT_ONCE:
+            leases += _allocate(few, tiers, min_gain)
+            few = []
+    return leases + _allocate(few, tiers, min_gain) if few else leases
+
+
+def _allocate(groups: Sequence[Group], tiers: Sequence[SlaTier], min_gain: float) -> list[list[BudgetLease]]:
     loads = _Loads(groups)
-    best, kept = loads.rates.argmax(axis=1).tolist(), loads.previous()
-    promised = any(tier.min_tokens_per_second and tier.weight > 1 for tier in tiers)
-    leases = []
-    for g in range(len(groups)):
-        if promised:
-            option = loads.best_with_promises(g, max(best[g], 1), kept[g], tiers, min_gain)
-        else:
-            gain = loads.rates[g, best[g]] - loads.rates[g, kept[g]]
-            option = best[g] if gain > min_gain * loads.rates[g, kept[g]] else kept[g]
-        leases.append(loads.leases(g, option, tiers))
-    return leases
+    best_Q, kept_Q = loads.rates.argmax(axis=1), np.array(loads.previous())
+    if any(tier.min_tokens_per_second and tier.weight > 1 for tier in tiers):
+        options_Q = _Promised(loads, tiers).best(np.maximum(best_Q, 1), kept_Q, min_gain)
+    else:
+        best_rates, kept_rates = (loads.rates[np.arange(len(groups)), options] for options in (best_Q, kept_Q))
+        options_Q = np.where(best_rates - kept_rates > min_gain * kept_rates, best_Q, kept_Q)
+    return [loads.leases(q, option, tiers) for q, option in enumerate(options_Q.tolist())]
 
 
 class _Loads:
@@ -70,58 +80,58 @@ class _Loads:
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
         self.reports = [report for group in groups for report in group.reports]
-        sizes = [len(group.reports) for group in groups]
-        self.starts = np.cumsum([0, *sizes])[:-1]
-        owner = np.repeat(np.arange(len(groups)), sizes)
+        self.alone = len(groups) == len(self.reports)
+        self.sizes_Q = np.array([len(group.reports) for group in groups])
+        self.starts_Q = np.cumsum([0, *self.sizes_Q])[:-1]
+        self.owner_I = np.repeat(np.arange(len(groups)), self.sizes_Q)
         self.running_I = np.array([len(report.tiers) for report in self.reports])
         self.bases_I = self.running_I + [report.num_prefill_tokens for report in self.reports]
-        tables = [survival_levels(report) for report in self.reports]
-        limits = [report.max_draft_tokens for report in self.reports]
-        self.cumulative_IS, self.most_I = _cumulative(tables, limits)
-        self.first_Q = self._by_group(np.maximum, self.bases_I)
-        self.spans_Q = self._by_group(np.maximum, self.bases_I + self.most_I) - self.first_Q
-        self.running_Q = self._by_group(np.add, self.running_I)
-        self.below_I = self.first_Q[owner] - self.bases_I
+        self.levels_IGR = _levels(self.reports)
+        self.cumulative_IS, self.most_I = _cumulative(self.levels_IGR, [r.max_draft_tokens for r in self.reports])
+        self.first_Q = self.by_group(np.maximum, self.bases_I)
+        self.spans_Q = self.by_group(np.maximum, self.bases_I + self.most_I) - self.first_Q
+        self.running_Q = self.by_group(np.add, self.running_I)
+        self.below_I = self.first_Q[self.owner_I] - self.bases_I
         """Slots that are verified already where T is the group's first."""
 
         # Who has no slot isn't drafted for: near the end, inside a prompt, or too hard (cluster/bypass.py).
-        drafted_I = np.array([np.count_nonzero(table[:, :1]) for table in tables])
-        ranks = zip(groups, self._by_group(np.maximum, drafted_I), strict=True)
-        draft_Q = np.array([group.curve.draft_seconds(int(most)) for group, most in ranks])
-        options_N = np.arange(int(self.spans_Q.max(initial=0)) + 1)
-        # Such arrays are megabytes, and making one costs more than filling it: as few as possible.
-        self.seconds_QN = np.empty((len(groups), len(options_N)))
+        drafted_Q = self.by_group(np.maximum, np.count_nonzero(self.levels_IGR[:, :1], axis=(1, 2)))
+        draft_Q = np.array([g.curve.draft_seconds(most) for g, most in zip(groups, drafted_Q.tolist(), strict=True)])
+        self.num_options = int(self.spans_Q.max(initial=0)) + 1
+        options_N = np.arange(self.num_options)
+        # Such arrays are large, and making one costs more than filling it: as few as possible.
+        self.seconds_QN = np.empty((len(groups), self.num_options))
         for q, seconds_N in enumerate(self.seconds_QN):
             seconds_N[:] = self._verify_seconds(q, options_N)
         self.without_Q = self.seconds_QN[:, 0].copy()
         """[Q] of a step without drafts; nobody drafts before it."""
         self.seconds_QN += draft_Q[:, None]
         """[Q, N] of a step, the draft pass included."""
-        verified_IN = self._verified(len(options_N))
-        self.rates = np.empty((len(groups), 1 + len(options_N)))
+        verified_IN = self.by_option(self.cumulative_IS, np.arange(len(self.reports)))
+        self.rates = np.empty((len(groups), 1 + self.num_options))
         """[Q, 1 + N] expected tokens per second of each option, nothing promised. More room than slots never wins."""
         np.divide(self.running_Q, self.without_Q, out=self.rates[:, 0])
-        np.add(self._by_group(np.add, verified_IN), self.running_Q[:, None], out=self.rates[:, 1:])
+        np.add(self.by_group(np.add, verified_IN), self.running_Q[:, None], out=self.rates[:, 1:])
         self.rates[:, 1:] /= self.seconds_QN
 
-    def _verified(self, num_options: int) -> Array:
-        """[I, N] drafts that pass, as expected, by option."""
+    def by_option(self, sums_AS: Array, engines_A: Ints) -> Array:
+        """[A, 1 + S] sums over slots, best ones first -> [A, N] what some of the engines verify of them."""
         if not self.below_I.any():
-            return self.cumulative_IS[:, :num_options]
-        verified_IN = np.empty((len(self.reports), num_options))
-        for i, below in enumerate(self.below_I.tolist()):
-            sums = self.cumulative_IS[i, below : below + num_options]
-            verified_IN[i, : len(sums)], verified_IN[i, len(sums) :] = sums, self.cumulative_IS[i, -1]
-        return verified_IN
+            return sums_AS[:, : self.num_options]
+        verified_AN = np.empty((len(engines_A), self.num_options))
+        for row_N, sums_S, i in zip(verified_AN, sums_AS, engines_A.tolist(), strict=True):
+            sums_S = sums_S[: self.most_I[i] + 1]
+            filled = sums_S[self.below_I[i] :][: self.num_options]
+            row_N[: len(filled)], row_N[len(filled) :] = filled, sums_S[-1]
+        return verified_AN
 
-    def _by_group(self, reduction: np.ufunc, values: NDArray[Any]) -> NDArray[Any]:
+    def by_group(self, reduction: np.ufunc, values: NDArray[Any]) -> NDArray[Any]:
         """[I, ...] -> [Q, ...]"""
-        alone = len(self.groups) == len(self.reports)  # a third of the time for what changes nothing
-        return values if alone else reduction.reduceat(values, self.starts)
+        return values if self.alone else reduction.reduceat(values, self.starts_Q)
 
     def _verify_seconds(self, q: int, options_N: Ints) -> Array:
         context = max(report.context_tokens for report in self.groups[q].reports)
-        ranks = slice(self.starts[q], self.starts[q] + len(self.groups[q].reports))
+        ranks = slice(self.starts_Q[q], self.starts_Q[q] + len(self.groups[q].reports))
         anchors = int(self.running_I[ranks].max(initial=0))
         return decode_seconds(self.groups[q].curve, anchors, int(self.first_Q[q]) - anchors, options_N, context)
 
@@ -133,13 +143,13 @@ class _Loads:
         if not any(lease.cap for lease in group.previous):
             return 0
         lease = group.previous[0]
-        rows = lease.padded_tokens or self.bases_I[self.starts[q]] + lease.cap
+        rows = lease.padded_tokens or self.bases_I[self.starts_Q[q]] + lease.cap
         kept = 1 + min(max(int(rows - self.first_Q[q]), 0), int(self.spans_Q[q]))
         return kept if kept > 1 or len(group.reports) > 1 else 0
 
     def leases(self, q: int, option: int, tiers: Sequence[SlaTier]) -> list[BudgetLease]:
         """The group's, for that option."""
-        ranks = range(self.starts[q], self.starts[q] + len(self.groups[q].reports))
+        ranks = range(self.starts_Q[q], self.starts_Q[q] + len(self.groups[q].reports))
         epochs = [lease.epoch + 1 for lease in self.groups[q].previous] or [0] * len(ranks)
         if option == 0:
             return [BudgetLease(cap=0, epoch=epoch) for epoch in epochs]
@@ -162,86 +172,106 @@ class _Loads:
 
     def _price(self, q: int, option: int) -> float:
         """What the last slot costs at the going rate: below this survival, time is better spent on the next step."""
-        i, cap = self.starts[q], self._room(self.starts[q], option)
+        i, cap = self.starts_Q[q], self._room(self.starts_Q[q], option)
         last_slot_seconds = self.seconds_QN[q, option - 1] - self.seconds_QN[q, max(option - 2, 0)]
         last_survival = self.cumulative_IS[i, cap] - self.cumulative_IS[i, max(cap - 1, 0)]
         # Rounded to 255ths: where that is up, it would shut out the very slot that it is the value of.
         last_survival = max(last_survival - 0.5 / LEVELS, 0.0)
         return float(min(self.rates[q, option] * last_slot_seconds, last_survival))
 
-    def best_with_promises(self, q: int, start: int, kept: int, tiers: Sequence[SlaTier], min_gain: float) -> int:
-        """The best option when promised tokens count more; the kept one unless that promises `min_gain` more."""
-        ranks = range(self.starts[q], self.starts[q] + len(self.groups[q].reports))
-        options = np.arange(self.spans_Q[q] + 1)
-        return _Promised(
-            [Promises(self.reports[i], tiers) for i in ranks],
-            [np.minimum(self.below_I[i] + options, self.most_I[i]) for i in ranks],
-            self.seconds_QN[q, : len(options)],
-            float(self.without_Q[q]),
-            int(self.running_Q[q]),
-        ).best(start, kept, min_gain)
-
 
 class _Promised:
-    """One group's options when promised tokens count more: values where somebody looked, bounds everywhere else.
+    """All options when promised tokens count more: values where somebody looked, bounds everywhere else.
 
-    Looking at one option sorts its slots, which bounds all others. Verifying as many slots in a shorter step gives no
-    more weighted tokens; in a longer one, no more per second. So a few looks find the best of hundreds and prove it.
+    Looking at one option of a group sorts its slots, which bounds all others. Verifying as many slots in a shorter step
+    gives no more weighted tokens; in a longer one, no more per second. So a few looks find the best of hundreds and
+    prove it. All groups are looked at together, each at an option of its own.
     """
 
-    def __init__(
-        self,
-        promises: Sequence[Promises],
-        room_N: Sequence[Ints],
-        seconds_N: Array,
-        seconds_without: float,
-        num_running: int,
-    ) -> None:
-        self._promises, self._room, self._seconds, self._running = promises, room_N, seconds_N, num_running
-        self._rates = 1 / seconds_N
-        self._bounds = np.full(len(seconds_N), np.inf)
-        tokens = sum(rank.weighted_tokens(seconds_without)[0] for rank in promises)
-        self._values = {0: float(tokens / seconds_without)}
+    def __init__(self, loads: _Loads, tiers: Sequence[SlaTier]) -> None:
+        self._loads = loads
+        self._promises = Promises(loads.levels_IGR, loads.reports, tiers)
+        num_groups, num_options = loads.seconds_QN.shape
+        self._rates_QN = 1 / loads.seconds_QN
+        self._bounds_QN = np.where(np.arange(num_options) <= loads.spans_Q[:, None], np.inf, -np.inf)
+        everybody = np.arange(len(loads.reports))
+        sure_I = self._promises.sure_tokens(everybody, loads.without_Q[loads.owner_I])
+        self._best_Q = np.zeros(num_groups, np.int64)
+        self._values_Q = loads.by_group(np.add, sure_I) / loads.without_Q
+        """[Q] of the best option so far."""
 
-    def best(self, start: int, kept: int, min_gain: float) -> int:
-        """`start`: where to look first when nothing is kept, at least 1."""
-        self._look(kept or start)  # one look bounds all
-        enough = self._values[kept] * (1 + min_gain)
-        while self._bounds.max() > max(enough, *self._values.values()):
-            self._look(1 + int(self._bounds.argmax()))
-        best = max(self._values, key=lambda option: (self._values[option], -option))
-        gain = self._values[best] - self._values[kept]
-        return best if gain > min_gain * self._values[kept] else kept
+    def best(self, starts_Q: Ints, kept_Q: Ints, min_gain: float) -> Ints:
+        """[Q] the best options, give or take `min_gain`; the kept one unless another promises so much more.
 
-    def _look(self, option: int) -> None:
-        if option in self._values:
-            return
-        at = option - 1
-        seconds, rate = self._seconds[at], self._rates[at]
-        tokens_N = np.zeros(len(self._seconds))
-        for rank, room_N in zip(self._promises, self._room, strict=True):
-            tokens_N += rank.weighted_tokens(seconds).take(room_N)
-        self._values[option] = float(tokens_N[at] * rate)
-        shorter, longer = self._bounds[:at], self._bounds[at:]
-        np.minimum(shorter, tokens_N[:at] * self._rates[:at], out=shorter)
-        # Each request has at least one token, and that one is worth less per second in a longer step.
-        np.minimum(longer, tokens_N[at:] * rate - self._running * (rate - self._rates[at:]), out=longer)
-        self._bounds[at] = -np.inf
+        starts_Q: where to look first when nothing is kept, at least 1.
+        """
+        without_Q = self._values_Q.copy()
+        first_Q = np.where(kept_Q, kept_Q, starts_Q)
+        looked_Q = self._look(np.arange(len(first_Q)), first_Q)  # one look bounds all
+        kept_values_Q = np.where(kept_Q, looked_Q, without_Q)
+        enough_Q = kept_values_Q * (1 + min_gain)
+        unsure = np.arange(len(first_Q))
+        while unsure.size:
+            limits_Q = np.where(self._values_Q > enough_Q, self._values_Q * (1 + min_gain), enough_Q)
+            most = self._bounds_QN[unsure].argmax(axis=1)
+            hopeful = self._bounds_QN[unsure, most] > limits_Q[unsure]
+            unsure = unsure[hopeful]
+            self._look(unsure, 1 + most[hopeful])
+        return np.where(self._values_Q > enough_Q, self._best_Q, kept_Q)
+
+    def _look(self, groups_A: Ints, options_A: Ints) -> Array:
+        """[A] values of the options, at least 1, of those groups."""
+        if not groups_A.size:
+            return np.empty(0)
+        loads, at_A, rows = self._loads, options_A - 1, np.arange(len(groups_A))
+        rates_AN, rate_A = self._rates_QN[groups_A], self._rates_QN[groups_A, at_A]
+        tokens_AN = self._weighted_tokens(groups_A, loads.seconds_QN[groups_A, at_A])
+        values_A = tokens_AN[rows, at_A] * rate_A
+        # In a shorter step these tokens are the most that there can be; in a longer one these tokens per second, and
+        # each request has at least one token, which is worth less per second there.
+        running_A1 = loads.running_Q[groups_A, None]
+        bounds_AN = tokens_AN - running_A1
+        bounds_AN *= np.maximum(rates_AN, rate_A[:, None])
+        bounds_AN += running_A1 * rates_AN
+        bounds_AN[rows, at_A] = -np.inf
+        self._bounds_QN[groups_A] = np.minimum(self._bounds_QN[groups_A], bounds_AN)
+        values_before_A = self._values_Q[groups_A]
+        better = values_A > values_before_A
+        better |= (values_A == values_before_A) & (options_A < self._best_Q[groups_A])
+        self._values_Q[groups_A[better]], self._best_Q[groups_A[better]] = values_A[better], options_A[better]
+        return values_A
+
+    def _weighted_tokens(self, groups_A: Ints, seconds_A: Array) -> Array:
+        """[A, N] of steps of so many seconds, by option."""
+        loads = self._loads
+        if loads.alone:
+            return self._promises.weighted_tokens(groups_A, seconds_A)[:, : loads.num_options]
+        sizes_A = loads.sizes_Q[groups_A]
+        engines = np.concatenate([np.arange(loads.starts_Q[q], loads.starts_Q[q] + loads.sizes_Q[q]) for q in groups_A])
+        sums = self._promises.weighted_tokens(engines, np.repeat(seconds_A, sizes_A))
+        return np.add.reduceat(loads.by_option(sums, engines), np.cumsum([0, *sizes_A])[:-1])
 
 
-def _cumulative(tables: Sequence[Levels], limits: Sequence[int]) -> tuple[Array, Ints]:
-    """[I, S + 1] sums of each table's highest survivals, for 0, 1, .. S slots; [I] how many may be verified.
+def _levels(reports: Sequence[LoadReport]) -> Levels:
+    """[I, G, R] all reports' survivals; 0 where somebody has fewer slots or requests. Long rows are quickest."""
+    tables = [survival_levels(report) for report in reports]
+    num_requests, num_slots = (max((table.shape[axis] for table in tables), default=0) for axis in (0, 1))
+    levels_IGR = np.zeros((len(tables), num_slots, num_requests), np.uint8)
+    for levels_GR, table in zip(levels_IGR, tables, strict=True):
+        levels_GR[: table.shape[1], : len(table)] = table.T
+    return levels_IGR
+
+
+def _cumulative(levels_IGR: Levels, limits: Sequence[int]) -> tuple[Array, Ints]:
+    """[I, S + 1] sums of each engine's highest survivals, for 0, 1, .. S slots; [I] how many may be verified.
 
     Where no more may be, the sums rise no more.
     """
-    widest = max((table.size for table in tables), default=0)
-    missing_IS = np.full((len(tables), widest), LEVELS, np.uint8)
-    for row, table in zip(missing_IS, tables, strict=True):
-        np.subtract(LEVELS, table.ravel(), out=row[: table.size])
+    missing_IS = LEVELS - levels_IGR.reshape(len(levels_IGR), -1)
     missing_IS.sort(axis=1, kind="stable")  # by radix, since these are bytes
     for row, limit in zip(missing_IS, limits, strict=True):
         row[limit:] = LEVELS
-    cumulative_IS = np.zeros((len(tables), widest + 1))
+    cumulative_IS = np.zeros((len(missing_IS), missing_IS.shape[1] + 1))
     np.cumsum(LEVELS - missing_IS, axis=1, dtype=np.float64, out=cumulative_IS[:, 1:])
     cumulative_IS /= LEVELS
     return cumulative_IS, (missing_IS < LEVELS).sum(axis=1)

@@ -19,7 +19,7 @@ from cluster.config import EngineConfig
 from cluster.leases import Offer, Offers
 from cluster.messages import BudgetLease, CostCurveError, LoadReport, SchedulerMode, SlaTier, StepResult
 from cluster.speeds import rooms, speeds
-from cluster.sps import CostCurve
+from cluster.sps import CostCurve, DraftSample, VerifySample
 
 UNLIMITED = BudgetLease(cap=2**31)
 """All that requests and rows allow."""
@@ -66,6 +66,8 @@ class LocalScheduler:
         self._offer: Offer | None = None
         self._needs: dict[str, float] = {}
         self._returns = Returns()
+        self._verified: list[VerifySample] = []
+        self._drafted: list[DraftSample] = []
         self._seconds_expected = 0.0
         self._prompts_expected = 0.0
         self._decode_seconds = self._prompts_seconds = 0.0
@@ -237,13 +239,16 @@ class LocalScheduler:
         return verify + draft, anchors, plain - anchors
 
     def refresh(self, result: StepResult) -> None:
-        """The curve follows the machine: every few steps it learns from the one just done."""
-        if self._curve is None or result.predicted is None or result.step % REFRESH_EVERY_STEPS:
+        """The curve follows the machine: it learns from every step, some of them at a time."""
+        if self._curve is None or result.predicted is None:
             return
         seconds = result.seconds - result.draft_seconds
-        self._curve = self._curve.observed(result.num_tokens, result.report.context_tokens, seconds)
+        self._verified.append(VerifySample(result.num_tokens, result.report.context_tokens, seconds))
         if num_drafted := sum(verify_round.num_proposed > 0 for verify_round in result.rounds):
-            self._curve = self._curve.observed_draft(num_drafted, result.draft_seconds)
+            self._drafted.append(DraftSample(num_drafted, result.draft_seconds))
+        if len(self._verified) == REFRESH_EVERY_STEPS:
+            self._curve = self._curve.observed(self._verified, self._drafted)
+            self._verified, self._drafted = [], []
 
     def _current_load(self, batcher: Batcher) -> LoadReport:
         """The report of two steps ago, less the requests that have left, plus those that came since."""

@@ -8,7 +8,7 @@ Between grid points it is linear; an engine that pads its batches describes each
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
@@ -181,25 +181,26 @@ class CostCurve:
             return 0.0
         return float(_interpolate(self.draft_requests, self.draft, np.asarray(num_requests, dtype=np.float64)))
 
-    def observed(self, num_tokens: int, context_tokens: int, seconds: float) -> CostCurve:
-        """The curve after one real step: the cells around it move a twentieth of the way, see cluster/corrections.py.
+    def observed(self, samples: Sequence[VerifySample], draft_samples: Sequence[DraftSample] = ()) -> CostCurve:
+        """The curve after some real steps and draft passes: the cells around them follow, see cluster/corrections.py.
 
-        One step counts at most as twice or half of what was expected, so that a page fault or a busy neighbour moves
-        little, and no cell leaves 1/4..4 times its measurement.
+        No cell leaves 1/4..4 times its measurement.
         """
-        expected = float(self.step_seconds(num_tokens, context_tokens))
-        weights = np.outer(_hat(self.tokens, num_tokens), _hat(self.contexts, context_tokens))
-        corrections = self.corrections.observed(weights.ravel(), seconds / expected)
-        table = self.measured * corrections.factors.reshape(self.measured.shape)
-        return replace(self, corrections=corrections, verify=_monotone(table))
-
-    def observed_draft(self, num_requests: int, seconds: float) -> CostCurve:
-        """The curve after one real draft pass, by the same rule."""
-        if not self.draft_requests.size:
-            return self
-        weights = _hat(self.draft_requests, num_requests)
-        corrections = self.draft_corrections.observed(weights, seconds / self.draft_seconds(num_requests))
-        return replace(self, draft_corrections=corrections, draft=_isotonic(self.measured_draft * corrections.factors))
+        curve = self
+        if samples:
+            expected = [float(self.step_seconds(s.num_tokens, s.context_tokens)) for s in samples]
+            weights = [np.outer(_hat(self.tokens, s.num_tokens), _hat(self.contexts, s.context_tokens)) for s in samples]
+            ratios = np.array([s.seconds for s in samples]) / expected
+            corrections = self.corrections.observed(np.stack(weights).reshape(len(samples), -1), ratios)
+            table = self.measured * corrections.factors.reshape(self.measured.shape)
+            curve = replace(curve, corrections=corrections, verify=_monotone(table))
+        if draft_samples and self.draft_requests.size:
+            ratios = np.array([s.seconds / self.draft_seconds(s.num_requests) for s in draft_samples])
+            of_drafts = np.stack([_hat(self.draft_requests, s.num_requests) for s in draft_samples])
+            corrections = self.draft_corrections.observed(of_drafts, ratios)
+            draft = _isotonic(self.measured_draft * corrections.factors)
+            curve = replace(curve, draft_corrections=corrections, draft=draft)
+        return curve
 
 
 def _medians(timed: Iterable[tuple[tuple[int, int], float]]) -> dict[tuple[int, int], float]:
