@@ -26,7 +26,7 @@ from cluster.sps import CostCurve
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-ENGINES_AT_ONCE = 8
+GROUPS_AT_ONCE = 8
 """So many are searched together: enough that numpy's calls are long, few enough that their arrays stay in the cache."""
 
 
@@ -50,14 +50,10 @@ def allocate(
     Without drafts a step costs no draft pass: cap 0 means "do not draft". The last budget is kept unless the best
     promises more than `min_gain` over it, so that noise does not make the batch size flap.
     """
-    few: list[Group] = []
     leases: list[list[BudgetLease]] = []
-    for group in groups:
-        few.append(group)
-        if sum(len(group.reports) for group in few) >= ENGINES_AT_ONCE:
-            leases += _allocate(few, tiers, min_gain)
-            few = []
-    return leases + _allocate(few, tiers, min_gain) if few else leases
+    for first in range(0, len(groups), GROUPS_AT_ONCE):
+        leases += _allocate(groups[first : first + GROUPS_AT_ONCE], tiers, min_gain)
+    return leases
 
 
 def _allocate(groups: Sequence[Group], tiers: Sequence[SlaTier], min_gain: float) -> list[list[BudgetLease]]:
@@ -116,7 +112,7 @@ class _Loads:
 
     def by_option(self, sums_AS: Array, engines_A: Ints) -> Array:
         """[A, 1 + S] sums over slots, best ones first -> [A, N] what some of the engines verify of them."""
-        if not self.below_I.any():
+        if self.alone:
             return sums_AS[:, : self.num_options]
         verified_AN = np.empty((len(engines_A), self.num_options))
         for row_N, sums_S, i in zip(verified_AN, sums_AS, engines_A.tolist(), strict=True):
@@ -244,12 +240,11 @@ class _Promised:
     def _weighted_tokens(self, groups_A: Ints, seconds_A: Array) -> Array:
         """[A, N] of steps of so many seconds, by option."""
         loads = self._loads
-        if loads.alone:
-            return self._promises.weighted_tokens(groups_A, seconds_A)[:, : loads.num_options]
         sizes_A = loads.sizes_Q[groups_A]
         engines = np.concatenate([np.arange(loads.starts_Q[q], loads.starts_Q[q] + loads.sizes_Q[q]) for q in groups_A])
         sums = self._promises.weighted_tokens(engines, np.repeat(seconds_A, sizes_A))
-        return np.add.reduceat(loads.by_option(sums, engines), np.cumsum([0, *sizes_A])[:-1])
+        by_option = loads.by_option(sums, engines)
+        return by_option if loads.alone else np.add.reduceat(by_option, np.cumsum([0, *sizes_A])[:-1])
 
 
 def _levels(reports: Sequence[LoadReport]) -> Levels:

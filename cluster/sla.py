@@ -58,8 +58,8 @@ def needs_by_request(report: LoadReport, floors: Sequence[float]) -> dict[str, f
 class Promises:
     """What steps of several engines are worth when tokens up to promised speeds count more, by their seconds.
 
-    Shape letters: I engines, A those asked about, G slots, R requests. In 255ths, and in fp32, which holds them exactly:
-    half the time of fp64.
+    Shape letters: I engines, A those asked about, G slots, R requests. Survivals are 255ths here, which fp32 holds
+    exactly in half the time of fp64.
     """
 
     def __init__(self, levels_IGR: Levels, reports: Sequence[LoadReport], tiers: Sequence[SlaTier]) -> None:
@@ -82,7 +82,7 @@ class Promises:
         """[A] of steps of so many seconds that verify nothing."""
         needs_AR = self._needs_IR[engines_A] * seconds_A.astype(np.float32)[:, None]
         promised_AR = self._extra_IR[engines_A] * np.minimum(needs_AR, LEVELS)
-        return self._running_I[engines_A] + promised_AR.sum(axis=1, dtype=np.float64) / LEVELS
+        return np.asarray(self._running_I[engines_A] + promised_AR.sum(axis=1, dtype=np.float64) / LEVELS)
 
     def weighted_tokens(self, engines_A: Ints, seconds_A: Array) -> Array:
         """[A, 1 + G * R] of steps of so many seconds that verify their 0, 1, 2, .. slots of highest value.

@@ -188,16 +188,15 @@ class CostCurve:
         """
         curve = self
         if samples:
-            expected = [float(self.step_seconds(s.num_tokens, s.context_tokens)) for s in samples]
-            weights = [np.outer(_hat(self.tokens, s.num_tokens), _hat(self.contexts, s.context_tokens)) for s in samples]
-            ratios = np.array([s.seconds for s in samples]) / expected
-            corrections = self.corrections.observed(np.stack(weights).reshape(len(samples), -1), ratios)
+            ratios = [s.seconds / float(self.step_seconds(s.num_tokens, s.context_tokens)) for s in samples]
+            cells = [np.outer(_hat(self.tokens, s.num_tokens), _hat(self.contexts, s.context_tokens)) for s in samples]
+            corrections = self.corrections.observed(np.stack(cells).reshape(len(samples), -1), np.array(ratios))
             table = self.measured * corrections.factors.reshape(self.measured.shape)
             curve = replace(curve, corrections=corrections, verify=_monotone(table))
         if draft_samples and self.draft_requests.size:
-            ratios = np.array([s.seconds / self.draft_seconds(s.num_requests) for s in draft_samples])
-            of_drafts = np.stack([_hat(self.draft_requests, s.num_requests) for s in draft_samples])
-            corrections = self.draft_corrections.observed(of_drafts, ratios)
+            ratios = [s.seconds / self.draft_seconds(s.num_requests) for s in draft_samples]
+            cells = [_hat(self.draft_requests, s.num_requests) for s in draft_samples]
+            corrections = self.draft_corrections.observed(np.stack(cells), np.array(ratios))
             draft = _isotonic(self.measured_draft * corrections.factors)
             curve = replace(curve, draft_corrections=corrections, draft=draft)
         return curve

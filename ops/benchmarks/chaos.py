@@ -219,6 +219,7 @@ def served(args: dict[str, Any]) -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=report.ROOT / "deployments" / "dspark_cpu.yaml")
+    parser.add_argument("--num-threads", type=int, help="of the engine; fewer than cores leave the scheduler one")
     parser.add_argument("--concurrency", type=int, default=8, help="streams at once, over all replicas")
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=60.0, help="of one stretch")
@@ -226,6 +227,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where the results go")
     options = parser.parse_args()
     args = yaml.safe_load(options.config.read_text())["applications"][0]["args"]
+    if options.num_threads is not None:
+        args["engine_kwargs"]["num_threads"] = options.num_threads
     rows: list[dict[str, Any]] = []
     model = args["model_loading_config"]["model_id"]
     with served(args) as url, Load(url, model, options.concurrency, options.max_tokens) as load:
