@@ -168,7 +168,7 @@ class LoadReport:
     """uint8 [R]: each running request's place in the list of SLA tiers."""
     paces: bytes = b""
     """uint8 [R]: the speed that each request must have now to end up with what its tier promises, in 64ths of that:
-    more than 64 when it is behind. Empty: all 64. See sla.encode_paces."""
+    more than 64 when it is behind, less when it is ahead. Empty: all 64. See sla.encode_paces."""
     num_prefill_tokens: int
     context_tokens: int
     num_waiting: int

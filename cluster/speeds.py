@@ -23,11 +23,13 @@ from numpy.typing import NDArray
 
 from cluster.budget import LEVELS, decode_seconds, slot_values, survival_levels
 from cluster.messages import BudgetLease, LoadReport, SlaTier
-from cluster.sla import MARGIN, paces
+from cluster.sla import paces
 from cluster.sps import CostCurve
 
 Array = NDArray[np.float64]
 
+MARGIN = 1.125
+"""A newcomer is reckoned to ask for so many times its promise: ahead of it, behind it, and in all a little more."""
 EVERYBODY = (SlaTier("everybody"),)
 """Where nothing is promised."""
 

@@ -254,7 +254,7 @@ def sla() -> Findings:
                 loads=((load,),) * 8,
                 tiers=tiers,
                 tier_shares=(1 - PROMISED_SHARE, PROMISED_SHARE),
-                num_rounds=240,
+                num_rounds=720,
             )
 
         plain: list[tuple[str, Policy]] = [

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cluster.budget import LEVELS, admit, encode_survival, survival_levels
 from cluster.fleet import Group, allocate
 from cluster.messages import BudgetLease, LoadReport, SlaTier
-from cluster.sla import MARGIN, encode_paces, needs_by_request, paces
+from cluster.sla import CATCH_UP_SECONDS, LEAD_SECONDS, encode_paces, needs_by_request, paces
 from cluster.sps import CostCurve, DraftSample, Provenance, VerifySample
 
 UNTIMED = settings(
@@ -304,13 +304,16 @@ def test_where_prompts_take_time_a_step_must_bring_more() -> None:
     assert hurried.floors == tuple(2 * floor for floor in lease.floors)
 
 
-def test_a_request_that_is_behind_needs_more_and_one_that_is_ahead_no_less() -> None:
-    """Promised 100 tokens per second: after a second with 150, 100, 75 and 0 tokens; and promised nothing."""
-    encoded = encode_paces([100.0] * 4 + [0.0], [1.0] * 5, [150, 100, 75, 0, 0])
-    report = replace(Rank([(1, ())] * 5).report(), paces=encoded)
-    least = MARGIN
-    assert paces(report) == pytest.approx([least, least, least + 0.5, least + 2, least], abs=1 / 64)
-    assert needs_by_request(report, (0.0, 2.0))["3"] == pytest.approx(2 * (least + 2), abs=1 / 32)
+def test_a_request_that_is_behind_needs_more_and_one_that_is_ahead_less() -> None:
+    """Promised 100 tokens per second: after a second with 150, 125, 100, 75 and 0 tokens; and promised nothing."""
+    encoded = encode_paces([100.0] * 5 + [0.0], [1.0] * 6, [150, 125, 100, 75, 0, 0])
+    report = replace(Rank([(1, ())] * 6).report(), paces=encoded)
+    ahead = [0.5, 0.25, 0.0, -0.25, -1.0]
+    expected = [1 + (LEAD_SECONDS - seconds) / CATCH_UP_SECONDS for seconds in ahead]
+    assert expected[1] == 1.0 and paces(report)[:5] == pytest.approx(expected, abs=1 / 64)
+    assert needs_by_request(report, (0.0, 2.0))["4"] == pytest.approx(2 * expected[4], abs=1 / 32)
+    far = encode_paces([100.0, 100.0], [1.0, 9.0], [900, 0])
+    assert list(far) == [0, 255], "at most nothing, at least almost four times the promise"
 
 
 def test_a_report_of_256_requests_is_small() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,7 @@ def test_who_was_promised_a_speed_gets_more_of_the_same_budget(tiny: tuple[Path,
     tiers = (SlaTier("standard"), SlaTier("fast", min_tokens_per_second=1.2, weight=50.0))
     cost = curve(0.1)
     engine = frozen(make_engine(tiny[0], random_drafter(VOCAB), cost, tiers, speculation="scheduled"))
+    engine.clock = itertools.count(0.0, 0.4).__next__  # steps of seconds, as the curve has them: too slow to keep it
     requests = [request(p, max_tokens=40) for p in prompts(8)]
     for index, each in enumerate(requests):
         engine.add(replace(each, tier=1 if index == 5 else 0))
