@@ -25,6 +25,9 @@ from cluster.messages import BudgetLease, LoadReport, PositionCalibration, Sched
 from cluster.roster import Company, Entry, Roster
 from cluster.speeds import expected_rate, speeds
 
+ROUNDING = 1e-6
+"""Of what budgets are worth when promises count."""
+
 Binding = Literal["idle", "prompts", "load", "rows", "cost", "promises", "group", "alone"]
 
 
@@ -137,5 +140,7 @@ def _promises_matter(company: Company) -> bool:
     reports = [entry.report for entry in company if entry.report is not None]
     group = fleet.Group(reports, company[0].member.curve)
     nothing = [replace(tier, min_tokens_per_second=0.0) for tier in tiers]
-    [promised], [free] = (fleet.allocate([group], each, min_gain=0.0) for each in (tiers, nothing))
+    [free] = fleet.allocate([group], nothing, min_gain=0.0)
+    # Worth that is equal but for rounding must not look like a reason.
+    [promised] = fleet.allocate([replace(group, previous=free)], tiers, min_gain=ROUNDING)
     return [lease.cap for lease in promised] != [lease.cap for lease in free]

@@ -35,6 +35,8 @@ class Sequence:
     """The last known confidence of each slot of a block: what ADMIT ranks by."""
     expected_confidences: list[float] = field(default_factory=list)
     """What its next block is expected to have: what the budget reckons with."""
+    expected_survival: bytes = b""
+    """The same as a report has it (budget.encode_survival): made once for the many steps that leave it alone."""
     draft_return: Return = field(default_factory=Return)
     """Whether drafts for it repay their place in the draft pass."""
     began_seconds: float = 0.0

@@ -46,6 +46,13 @@ def survival_levels(report: LoadReport) -> Levels:
     return np.frombuffer(report.survival, np.uint8).reshape(num_requests, len(report.survival) // max(num_requests, 1))
 
 
+def paces(report: LoadReport) -> Array:
+    """[R] what each request needs now, as a multiple of the speed it was promised (sla.encode_paces)."""
+    if not report.paces:
+        return np.ones(len(report.tiers))
+    return np.frombuffer(report.paces, np.uint8) / PACE
+
+
 def decode_seconds(curve: CostCurve, running: int, others: int, num_drafts: ArrayLike, context_tokens: float) -> Array:
     """Seconds of a step of `running` anchors, `others` prompt rows and so many drafts, less the prompt rows' own time.
 
@@ -61,8 +68,8 @@ def everything_admitted(report: LoadReport, curve: CostCurve, tiers: Sequence[Sl
     """True when the load is so low that every slot repays its own verification: no search is needed.
 
     Sufficient, not necessary: each slot's survival covers the dearest extra token at the highest rate possible,
-    drafting everything beats not drafting, and keeps every promised speed. Then the rate rises with every slot, and
-    `allocate`'s argmax is all of them.
+    drafting everything beats not drafting, and gives all that promised speeds need. Then the rate rises with every
+    slot, and `allocate`'s argmax is all of them.
     """
     levels = survival_levels(report)
     survivals = levels[levels > 0] / LEVELS
@@ -77,7 +84,8 @@ def everything_admitted(report: LoadReport, curve: CostCurve, tiers: Sequence[Sl
     repaid = survivals.min() >= rate_limit * np.diff(seconds).max()
     worth_drafting = most_tokens / (draft + seconds[-1]) >= running / seconds[0] * (1 + MIN_GAIN)
     speeds = np.array([tier.min_tokens_per_second for tier in tiers] or [0.0])[np.frombuffer(report.tiers, np.uint8)]
-    promises_kept = (1 + levels.sum(axis=1) / LEVELS >= speeds * (draft + seconds[-1]) / report.decode_share).all()
+    needed = speeds * paces(report)
+    promises_kept = (1 + levels.sum(axis=1) / LEVELS >= needed * (draft + seconds[-1]) / report.decode_share).all()
     return bool(repaid and worth_drafting and promises_kept)
 
 

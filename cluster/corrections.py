@@ -19,9 +19,10 @@ PRIOR_STEPS = 5.0
 """The measurement that a curve starts from counts as so many real steps: those differ from it by more than from each
 other. Each step at a cell counts as much as those before it, at first."""
 LEAST_RATE = 1 / 160
-"""Later a cell follows about so many of its latest steps: a budget hangs on differences of a few percent."""
+"""Later a cell follows about its latest 160 steps: a budget hangs on differences of a few percent."""
 LARGEST_SURPRISE = 1.5
-"""One step counts at most as so many times, or as that part of, what was expected: a page fault moves little."""
+"""One step counts at most as so many times, or as that part of, what was expected: a page fault moves a size that no
+step has visited by a twelfth, and later hardly."""
 LARGEST_FACTOR = 4.0
 NEARER_BY_OCTAVE = 4.0
 """A neighbour at half of the distance in octaves of the size counts so many times as much."""
@@ -68,8 +69,8 @@ class Corrections:
 
     def observed(self, weights_SN: Array, ratios_S: Array) -> Corrections:
         """After S steps, each of a time ratios_S times the expected one, at cells of these weights, rows of sum 1."""
-        limit = np.log(LARGEST_SURPRISE)
-        aims_SN = self.logarithms + np.clip(np.log(ratios_S), -limit, limit)[:, None]
+        surprises_S = np.log(np.clip(ratios_S, 1 / LARGEST_SURPRISE, LARGEST_SURPRISE))
+        aims_SN = self.logarithms + surprises_S[:, None]
         own, visited = self.own, self.visited
         for weights, aim in zip(weights_SN, aims_SN, strict=True):
             rates = weights * np.maximum((1 - visited) / PRIOR_STEPS, LEAST_RATE)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from cluster.sps import CostCurve
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-GROUPS_AT_ONCE = 8
+ENGINES_AT_ONCE = 8
 """So many are searched together: enough that numpy's calls are long, few enough that their arrays stay in the cache."""
 
 
@@ -47,13 +48,13 @@ def allocate(
 ) -> list[list[BudgetLease]]:
     """A lease for each rank of each group. Reports name their requests' tiers by their place in `tiers`.
 
-    Without drafts a step costs no draft pass: cap 0 means "do not draft". The last budget is kept unless the best
-    promises more than `min_gain` over it, so that noise does not make the batch size flap.
+    Without drafts a step costs no draft pass: cap 0 means "do not draft". The last budget is kept unless another
+    promises more than `min_gain` over it, so that noise does not make the batch size flap. Where speeds are promised,
+    the budget is worth the best's but for `min_gain`; else it is the best, or the last one.
     """
-    leases: list[list[BudgetLease]] = []
-    for first in range(0, len(groups), GROUPS_AT_ONCE):
-        leases += _allocate(groups[first : first + GROUPS_AT_ONCE], tiers, min_gain)
-    return leases
+    ends = accumulate(len(group.reports) for group in groups)
+    batches = groupby(zip(groups, ends, strict=True), key=lambda pair: (pair[1] - 1) // ENGINES_AT_ONCE)
+    return [leases for _, batch in batches for leases in _allocate([group for group, _ in batch], tiers, min_gain)]
 
 
 def _allocate(groups: Sequence[Group], tiers: Sequence[SlaTier], min_gain: float) -> list[list[BudgetLease]]:
@@ -68,15 +69,16 @@ def _allocate(groups: Sequence[Group], tiers: Sequence[SlaTier], min_gain: float
 
 
 class _Loads:
-    """All options of all groups. Option 0 drafts nothing; option 1 + k drafts and fills the ranks up to T = first + k.
+    """All options of some groups. Option 0 drafts nothing; option 1 + k drafts and fills the ranks up to T = first + k.
 
-    Shape letters: I engines of all groups, Q groups, N options but the first, S sorted slots.
+    Shape letters: I engines of the groups, Q groups, A those of either that are asked about, N options but the first,
+    G slots, R requests, S slots of all requests.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
         self.reports = [report for group in groups for report in group.reports]
-        self.alone = len(groups) == len(self.reports)
+        self.all_alone = len(groups) == len(self.reports)
         self.sizes_Q = np.array([len(group.reports) for group in groups])
         self.starts_Q = np.cumsum([0, *self.sizes_Q])[:-1]
         self.owner_I = np.repeat(np.arange(len(groups)), self.sizes_Q)
@@ -95,7 +97,6 @@ class _Loads:
         draft_Q = np.array([g.curve.draft_seconds(most) for g, most in zip(groups, drafted_Q.tolist(), strict=True)])
         self.num_options = int(self.spans_Q.max(initial=0)) + 1
         options_N = np.arange(self.num_options)
-        # Such arrays are large, and making one costs more than filling it: as few as possible.
         self.seconds_QN = np.empty((len(groups), self.num_options))
         for q, seconds_N in enumerate(self.seconds_QN):
             seconds_N[:] = self._verify_seconds(q, options_N)
@@ -112,7 +113,7 @@ class _Loads:
 
     def by_option(self, sums_AS: Array, engines_A: Ints) -> Array:
         """[A, 1 + S] sums over slots, best ones first -> [A, N] what some of the engines verify of them."""
-        if self.alone:
+        if self.all_alone:
             return sums_AS[:, : self.num_options]
         verified_AN = np.empty((len(engines_A), self.num_options))
         for row_N, sums_S, i in zip(verified_AN, sums_AS, engines_A.tolist(), strict=True):
@@ -123,7 +124,7 @@ class _Loads:
 
     def by_group(self, reduction: np.ufunc, values: NDArray[Any]) -> NDArray[Any]:
         """[I, ...] -> [Q, ...]"""
-        return values if self.alone else reduction.reduceat(values, self.starts_Q)
+        return values if self.all_alone else reduction.reduceat(values, self.starts_Q)
 
     def _verify_seconds(self, q: int, options_N: Ints) -> Array:
         context = max(report.context_tokens for report in self.groups[q].reports)
@@ -180,8 +181,8 @@ class _Promised:
     """All options when promised tokens count more: values where somebody looked, bounds everywhere else.
 
     Looking at one option of a group sorts its slots, which bounds all others. Verifying as many slots in a shorter step
-    gives no more weighted tokens; in a longer one, no more per second. So a few looks find the best of hundreds and
-    prove it. All groups are looked at together, each at an option of its own.
+    gives no more weighted tokens; in a longer one, no more per second. So a few looks find the option, out of hundreds,
+    that no other beats by much, and prove it. All groups are looked at together, each at an option of its own.
     """
 
     def __init__(self, loads: _Loads, tiers: Sequence[SlaTier]) -> None:
@@ -196,29 +197,26 @@ class _Promised:
         self._values_Q = loads.by_group(np.add, sure_I) / loads.without_Q
         """[Q] of the best option so far."""
 
-    def best(self, starts_Q: Ints, kept_Q: Ints, min_gain: float) -> Ints:
-        """[Q] the best options, give or take `min_gain`; the kept one unless another promises so much more.
+    def best(self, guesses_Q: Ints, kept_Q: Ints, min_gain: float) -> Ints:
+        """[Q] options that no other beats by `min_gain`: the kept one unless that is beaten.
 
-        starts_Q: where to look first when nothing is kept, at least 1.
+        guesses_Q: where to look first when nothing is kept, at least 1.
         """
-        without_Q = self._values_Q.copy()
-        first_Q = np.where(kept_Q, kept_Q, starts_Q)
-        looked_Q = self._look(np.arange(len(first_Q)), first_Q)  # one look bounds all
-        kept_values_Q = np.where(kept_Q, looked_Q, without_Q)
-        enough_Q = kept_values_Q * (1 + min_gain)
-        unsure = np.arange(len(first_Q))
-        while unsure.size:
-            limits_Q = np.where(self._values_Q > enough_Q, self._values_Q * (1 + min_gain), enough_Q)
+        undrafted_Q = self._values_Q.copy()
+        unsure = np.arange(len(kept_Q))
+        values_Q = self._look(unsure, np.where(kept_Q, kept_Q, guesses_Q))  # one look bounds all
+        enough_Q = np.where(kept_Q, values_Q, undrafted_Q) * (1 + min_gain)
+        while True:
+            beaten_Q = np.where(self._values_Q > enough_Q, self._values_Q * (1 + min_gain), enough_Q)
             most = self._bounds_QN[unsure].argmax(axis=1)
-            hopeful = self._bounds_QN[unsure, most] > limits_Q[unsure]
+            hopeful = self._bounds_QN[unsure, most] > beaten_Q[unsure]
             unsure = unsure[hopeful]
+            if not unsure.size:
+                return np.where(self._values_Q > enough_Q, self._best_Q, kept_Q)
             self._look(unsure, 1 + most[hopeful])
-        return np.where(self._values_Q > enough_Q, self._best_Q, kept_Q)
 
     def _look(self, groups_A: Ints, options_A: Ints) -> Array:
         """[A] values of the options, at least 1, of those groups."""
-        if not groups_A.size:
-            return np.empty(0)
         loads, at_A, rows = self._loads, options_A - 1, np.arange(len(groups_A))
         rates_AN, rate_A = self._rates_QN[groups_A], self._rates_QN[groups_A, at_A]
         tokens_AN = self._weighted_tokens(groups_A, loads.seconds_QN[groups_A, at_A])
@@ -244,7 +242,7 @@ class _Promised:
         engines = np.concatenate([np.arange(loads.starts_Q[q], loads.starts_Q[q] + loads.sizes_Q[q]) for q in groups_A])
         sums = self._promises.weighted_tokens(engines, np.repeat(seconds_A, sizes_A))
         by_option = loads.by_option(sums, engines)
-        return by_option if loads.alone else np.add.reduceat(by_option, np.cumsum([0, *sizes_A])[:-1])
+        return by_option if loads.all_alone else np.add.reduceat(by_option, np.cumsum([0, *sizes_A])[:-1])
 
 
 def _levels(reports: Sequence[LoadReport]) -> Levels:

@@ -31,6 +31,7 @@ LEASE_STEPS = 4
 """A lease stands for so many steps while the same requests decode: what it rests on changes slowly, and searching costs
 time."""
 REFRESH_EVERY_STEPS = 8
+"""The curve learns from so many steps at a time, which is cheaper than from each."""
 EXPECTATION_RATE = 0.2
 """How fast expected confidences follow the drafted ones. A block says little about the next block of its request, so a
 budget made from the last one alone would give a good block the room of the bad one before it."""
@@ -77,6 +78,7 @@ class LocalScheduler:
         """A newcomer has no draft yet: it is expected to accept what others are accepting."""
         sequence.confidences = list(self._expected_confidences)
         sequence.expected_confidences = list(self._expected_confidences)
+        sequence.expected_survival = self._encoded(self._expected_confidences)
 
     @property
     def curve(self) -> CostCurve | None:
@@ -177,6 +179,8 @@ class LocalScheduler:
                 _follow(sequence.expected_confidences, slot, sequence.confidences[slot], rate)
             mean = sum(sequence.confidences[slot] for sequence in sequences) / len(sequences)
             _follow(self._expected_confidences, slot, mean, rate)
+        for sequence in sequences if self._curve is not None else ():  # else nobody reads it
+            sequence.expected_survival = self._encoded(sequence.expected_confidences)
 
     def admit(self, plan: Plan, lease: BudgetLease) -> list[int]:
         """The lengths of the prefixes to verify, one for each drafted chunk of the plan."""
@@ -261,7 +265,8 @@ class LocalScheduler:
             row if any(row) else self._survivals([sequence], batcher)
             for sequence, row in zip(running, rows, strict=True)
         ]
-        paces = [budget.PACE if place is None else report.paces[place] for place in places] if report.paces else []
+        start = round(budget.PACE * sla.START_PACE)
+        paces = [start if place is None else report.paces[place] for place in places] if report.paces else []
         return replace(
             report,
             survival=b"".join(rows),
@@ -275,11 +280,16 @@ class LocalScheduler:
         # None inside a prompt, none for whom drafting doesn't pay.
         drafted = [s.num_pending == 1 and s.draft_return.expected for s in sequences]
         limits = [batcher.draft_limit(s) if yes else 0 for s, yes in zip(sequences, drafted, strict=True)]
-        expected = [s.expected_confidences[:limit] for s, limit in zip(sequences, limits, strict=True)]
-        return budget.encode_survival(list(map(budget.survival, expected)), self._max_drafts)
+        size = self._max_drafts
+        rows = [s.expected_survival[:limit].ljust(size, b"\0") for s, limit in zip(sequences, limits, strict=True)]
+        return b"".join(rows)
 
     def _newcomer(self) -> bytes:
-        return budget.encode_survival([budget.survival(self._expected_confidences)], self._max_drafts)
+        return self._encoded(self._expected_confidences)
+
+    def _encoded(self, confidences: list[float]) -> bytes:
+        """One row of a report."""
+        return budget.encode_survival([budget.survival(confidences)], self._max_drafts)
 
     def _paces(self, running: list[Sequence], now: float) -> bytes:
         speeds = [self._tiers[s.request.tier].min_tokens_per_second for s in running]

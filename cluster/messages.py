@@ -167,8 +167,8 @@ class LoadReport:
     tiers: bytes = b""
     """uint8 [R]: each running request's place in the list of SLA tiers."""
     paces: bytes = b""
-    """uint8 [R]: the speed that each request must have now to end up with what its tier promises, in 64ths of that:
-    more than 64 when it is behind, less when it is ahead. Empty: all 64. See sla.encode_paces."""
+    """uint8 [R]: the speed that each request needs now, in 64ths of what its tier promises; the further it is ahead,
+    the less. Empty: all 64. See sla.encode_paces."""
     num_prefill_tokens: int
     context_tokens: int
     num_waiting: int

@@ -17,33 +17,26 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cluster.budget import LEVELS, PACE, Levels
+from cluster.budget import LEVELS, PACE, Levels, paces
 from cluster.messages import LoadReport, SlaTier
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-LEAD_SECONDS = 0.25
-"""So far ahead of its promise each request aims to be."""
-CATCH_UP_SECONDS = 0.5
-"""What a request is behind that aim, it makes good within so many seconds; what it is ahead, it may lose as fast. Both
-were chosen by the simulator: of those tried, they keep the most promises for the throughput that it costs."""
+CATCH_UP_SECONDS, CATCH_UP_TOKENS = 0.5, 8.0
+"""What a request is behind, it makes good within so many seconds, and what it is ahead it may lose as fast; where so
+many promised tokens take longer, within that: one step's tokens must not turn haste into leisure."""
+START_PACE = 1.5
+"""Of whoever is exactly on time. It needs its promise alone once it is half of the catch-up time ahead. Simulated, this
+and CATCH_UP_SECONDS keep the most promises for what they cost, of those tried (the `sla` scenario)."""
 
 
 def encode_paces(promised: ArrayLike, seconds: ArrayLike, num_tokens: ArrayLike) -> bytes:
     """A report's `paces`: [R] promised tokens per second (0: none), seconds since the first token, tokens since."""
-    speed = np.asarray(promised, dtype=np.float64)
-    due = np.asarray(num_tokens, dtype=np.float64) / np.maximum(speed, 1e-9)
-    behind = np.where(speed > 0, np.asarray(seconds, dtype=np.float64) - due, 0.0)
-    paces_R = PACE * (1 + (behind + LEAD_SECONDS) / CATCH_UP_SECONDS)
-    return np.clip(np.rint(paces_R), 0, 255).astype(np.uint8).tobytes()
-
-
-def paces(report: LoadReport) -> Array:
-    """[R] what each request needs now, as a multiple of the speed it was promised."""
-    if not report.paces:
-        return np.ones(len(report.tiers))
-    return np.frombuffer(report.paces, np.uint8) / PACE
+    speed_R = np.maximum(np.asarray(promised, dtype=np.float64), 1e-9)
+    behind_R = np.asarray(seconds, dtype=np.float64) - np.asarray(num_tokens, dtype=np.float64) / speed_R
+    paces_R = START_PACE + behind_R / np.maximum(CATCH_UP_SECONDS, CATCH_UP_TOKENS / speed_R)
+    return np.clip(np.rint(PACE * paces_R), 0, LEVELS).astype(np.uint8).tobytes()
 
 
 def needs_by_request(report: LoadReport, floors: Sequence[float]) -> dict[str, float]:
@@ -70,7 +63,7 @@ class Promises:
         self._before_IGR = LEVELS + self._survival_IGR.cumsum(axis=1, dtype=np.float32) - self._survival_IGR
         num_requests = levels_IGR.shape[2]
         self._needs_IR = np.zeros((len(reports), num_requests), np.float32)
-        """Levels of tokens per second."""
+        """255ths of a token per second, pace and prompts' share included."""
         self._extra_IR = np.zeros((len(reports), num_requests), np.float32)
         speeds = np.array([tier.min_tokens_per_second for tier in tiers])
         extra = np.array([tier.weight for tier in tiers]) - 1
@@ -82,18 +75,17 @@ class Promises:
 
     def sure_tokens(self, engines_A: Ints, seconds_A: Array) -> Array:
         """[A] of steps of so many seconds that verify nothing."""
-        needs_AR = self._needs_IR[engines_A] * seconds_A.astype(np.float32)[:, None]
-        promised_AR = self._extra_IR[engines_A] * np.minimum(needs_AR, LEVELS)
+        promised_AR = self._extra_IR[engines_A] * np.minimum(self._needs(engines_A, seconds_A), LEVELS)
         return np.asarray(self._running_I[engines_A] + promised_AR.sum(axis=1, dtype=np.float64) / LEVELS)
 
     def weighted_tokens(self, engines_A: Ints, seconds_A: Array) -> Array:
         """[A, 1 + G * R] of steps of so many seconds that verify their 0, 1, 2, .. slots of highest value.
 
-        Sure tokens included. Never falls as seconds grow; divided by seconds, it never rises, whoever is verified.
+        Sure tokens included. Never falls as seconds grow; divided by seconds, it never rises, whoever is verified: to
+        the precision of fp32.
         """
         survival_AGR = self._survival_IGR[engines_A]
-        needs_AR = self._needs_IR[engines_A] * seconds_A.astype(np.float32)[:, None]
-        values = needs_AR[:, None] - self._before_IGR[engines_A]
+        values = self._needs(engines_A, seconds_A)[:, None] - self._before_IGR[engines_A]
         np.maximum(values, 0, out=values)
         np.minimum(values, survival_AGR, out=values)
         values *= self._extra_IR[engines_A][:, None]
@@ -106,3 +98,7 @@ class Promises:
         np.cumsum(tokens, axis=1, out=tokens)
         tokens /= -LEVELS
         return tokens
+
+    def _needs(self, engines_A: Ints, seconds_A: Array) -> NDArray[np.float32]:
+        """[A, R] 255ths of tokens."""
+        return np.asarray(self._needs_IR[engines_A] * seconds_A.astype(np.float32)[:, None])

@@ -21,15 +21,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.budget import LEVELS, decode_seconds, slot_values, survival_levels
+from cluster.budget import LEVELS, decode_seconds, paces, slot_values, survival_levels
 from cluster.messages import BudgetLease, LoadReport, SlaTier
-from cluster.sla import paces
 from cluster.sps import CostCurve
 
 Array = NDArray[np.float64]
 
 MARGIN = 1.125
-"""A newcomer is reckoned to ask for so many times its promise: ahead of it, behind it, and in all a little more."""
+"""A newcomer needs more than its promise until it is ahead, and then just that: so many times as much in all, about."""
 EVERYBODY = (SlaTier("everybody"),)
 """Where nothing is promised."""
 

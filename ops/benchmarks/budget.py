@@ -86,6 +86,7 @@ def measure(num_replicas: int, num_requests: int, num_slots: int, repeats: int) 
             lambda: allocate(standing(all_), all_),
             ALLOCATE_GOAL_MS,
         ),
+        ("allocate, lockstep groups, all have promises", size, lambda: allocate(lockstep, all_), ALLOCATE_GOAL_MS),
         ("allocate, one engine", f"1 x {num_requests} x {num_slots}", lambda: allocate(alone[:1]), None),
     ]
     survival = generator.uniform(0.3, 1.0, (num_requests, num_slots)).cumprod(axis=1)

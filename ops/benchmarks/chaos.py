@@ -228,7 +228,7 @@ def main() -> int:
     options = parser.parse_args()
     args = yaml.safe_load(options.config.read_text())["applications"][0]["args"]
     if options.num_threads is not None:
-        args["engine_kwargs"]["num_threads"] = options.num_threads
+        args.setdefault("engine_kwargs", {})["num_threads"] = options.num_threads
     rows: list[dict[str, Any]] = []
     model = args["model_loading_config"]["model_id"]
     with served(args) as url, Load(url, model, options.concurrency, options.max_tokens) as load:

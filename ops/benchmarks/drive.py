@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -71,23 +71,36 @@ class _Flight:
 
 def drive(backend: Backend, prompts: Sequence[tuple[int, ...]], concurrency: int) -> Measurement:
     """Run every prompt to its end with `concurrency` in flight while prompts last."""
+    measured = Measurement()
+    for _ in steps(backend, prompts, concurrency, measured):
+        pass
+    return measured
+
+
+def steps(
+    backend: Backend,
+    prompts: Sequence[tuple[int, ...]],
+    concurrency: int,
+    measured: Measurement,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[None]:
+    """`drive` one step at a time, so that several loops can take turns. Adds to `measured`."""
     waiting = deque(enumerate(prompts))
     flights: dict[str, _Flight] = {}
-    measured = Measurement()
     while waiting or flights:
         while waiting and len(flights) < concurrency:
             index, prompt = waiting.popleft()
             backend.add(str(index), prompt)
             flights[str(index)] = _Flight()
-        full, began = len(flights) == concurrency, time.perf_counter()
+        full, began = len(flights) == concurrency, clock()
         progress = backend.step()
-        now = time.perf_counter()
+        now = clock()
         if full:
             measured.seconds += now - began
             measured.num_tokens += sum(item.num_tokens for item in progress)
         for item in progress:
             _advance(flights, item, now, measured)
-    return measured
+        yield
 
 
 def _advance(flights: dict[str, _Flight], item: Progress, now: float, measured: Measurement) -> None:

@@ -2,8 +2,9 @@
 
     python -m ops.benchmarks.sla --prompts gsm8k.jsonl mt_bench.jsonl --json ops/results/sla.json
 
-A closed loop of each load goes through every policy before the next batch starts, in rotating order. Every
-`STRICT_EVERY`th request is of the strict tier; the same ones under each policy, with the same prompts. The promise is
+The closed loops of all policies take turns, a step each, on clocks that stand still meanwhile: what else the machine
+does meets all alike. Every `STRICT_EVERY`th request is of the strict tier; the same ones under each policy, with the
+same prompts. The promise is
 a number of tokens per second, or the speed that scheduling without promises gives all but 15% of the requests at
 --promise-at: so that the strict tier is in danger there, safe below and lost above.
 """
@@ -13,9 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +29,10 @@ from cluster.engine import Engine
 from cluster.messages import Request, SamplingParams, SlaTier
 from cluster.profiler import cost_curve
 from cluster.shard import Shard
+from drafter.interface import Drafter
 from drafter.source import resolve_source
 from ops.benchmarks import report
-from ops.benchmarks.drive import Measurement, Progress, drive
+from ops.benchmarks.drive import Measurement, Progress, steps
 from ops.benchmarks.engines import EngineBackend, end_token_ids, served_config
 from ops.benchmarks.prompts import load_datasets
 
@@ -48,6 +52,7 @@ class TieredBackend(EngineBackend):
         super().__init__(engine, sampling)
         self.speeds: dict[str, float] = {}
         """By request: tokens after the first, over the time from the first to the last; those with two or more."""
+        self.num_finished = 0
         self._flights: dict[str, tuple[float, int, float]] = {}
 
     def add(self, request_id: str, prompt_token_ids: tuple[int, ...]) -> None:
@@ -58,12 +63,13 @@ class TieredBackend(EngineBackend):
 
     def step(self) -> list[Progress]:
         progress = super().step()
-        now = time.perf_counter()
+        now = self._engine.clock()
         for item in progress:
             if item.num_tokens:
                 first, num_tokens, _ = self._flights.get(item.request_id, (now, 0, now))
                 self._flights[item.request_id] = first, num_tokens + item.num_tokens, now
             if item.finished:
+                self.num_finished += 1
                 first, num_tokens, last = self._flights.pop(item.request_id, (now, 0, now))
                 if last > first:
                     self.speeds[item.request_id] = (num_tokens - 1) / (last - first)
@@ -74,65 +80,98 @@ def is_strict(request_id: str) -> bool:
     return int(request_id) % STRICT_EVERY == 0
 
 
+class OwnClock:
+    """Runs while its engine does: the seconds inside of `with` blocks."""
+
+    def __init__(self) -> None:
+        self._elapsed_seconds = 0.0
+        self._resumed_seconds: float | None = None
+
+    def __call__(self) -> float:
+        running = time.perf_counter() - self._resumed_seconds if self._resumed_seconds is not None else 0.0
+        return self._elapsed_seconds + running
+
+    def __enter__(self) -> None:
+        self._resumed_seconds = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._elapsed_seconds, self._resumed_seconds = self(), None
+
+
+@dataclass
+class Policy:
+    """An engine with pages and a clock of its own."""
+
+    engine: Engine
+    clock: OwnClock
+
+
 @dataclass
 class Record:
     """What one policy did at one load."""
 
-    batches: list[Measurement] = field(default_factory=list)
+    measured: Measurement = field(default_factory=Measurement)
     strict_speeds: list[float] = field(default_factory=list)
     other_speeds: list[float] = field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(self.batches, Measurement()).tokens_per_second
+        return self.measured.tokens_per_second
 
     def kept(self, promise: float) -> float:
         return float(np.mean(np.array(self.strict_speeds) >= promise))
 
 
-def make_engines(
+def make_policies(
     config: EngineConfig, shard: Shard, promise: float, weights: Sequence[float], fixed_lengths: Sequence[int]
-) -> dict[str, Engine]:
-    """One engine for each policy, all on the same pages: only one may have work at a time."""
+) -> dict[str, Policy]:
+    """All that are compared, on one set of weights."""
     curve = cost_curve(config, shard)
     unpromised = (SlaTier("standard"), SlaTier("strict"))
 
-    def fixed(length: int) -> Engine:
-        settings = config.model_copy(update={"speculation": "fixed", "num_speculative_tokens": length})
-        return Engine(settings, shard, None, tiers=unpromised)
+    def policy(drafter: Drafter | None, tiers: tuple[SlaTier, ...], **update: Any) -> Policy:
+        settings, clock = config.model_copy(update=update), OwnClock()
+        own = Shard(shard.decoder, drafter, settings)
+        return Policy(Engine(settings, own, curve if drafter else None, clock, tiers), clock)
 
-    def scheduled(tiers: tuple[SlaTier, ...]) -> Engine:
-        return Engine(config.model_copy(update={"speculation": "scheduled"}), shard, curve, tiers=tiers)
+    def fixed(length: int) -> Policy:
+        return policy(shard.drafter, unpromised, speculation="fixed", num_speculative_tokens=length)
 
-    plain = config.model_copy(update={"num_speculative_tokens": 0})
+    def scheduled(tiers: tuple[SlaTier, ...]) -> Policy:
+        return policy(shard.drafter, tiers, speculation="scheduled")
+
     return {
-        "plain": Engine(plain, Shard(shard.decoder, None, plain), None, tiers=unpromised),
+        "plain": policy(None, unpromised, num_speculative_tokens=0),
         **{f"fixed {length}": fixed(length) for length in fixed_lengths},
         OWN: scheduled(unpromised),
         **{f"weight {w:g}": scheduled((unpromised[0], SlaTier("strict", promise, weight=w))) for w in weights},
     }
 
 
-def run_batch(engine: Engine, sampling: SamplingParams, prompts: Prompts, concurrency: int, record: Record) -> None:
-    backend = TieredBackend(engine, sampling)
-    record.batches.append(drive(backend, prompts, concurrency))
-    for request_id, speed in backend.speeds.items():
-        (record.strict_speeds if is_strict(request_id) else record.other_speeds).append(speed)
-
-
-def measure(
-    engines: dict[str, Engine], sampling: SamplingParams, batches: Sequence[Prompts], concurrency: int
-) -> dict[str, Record]:
-    """All policies at one load, batch by batch."""
-    records = {name: Record() for name in engines}
-    names = list(engines)
-    with tqdm(total=len(batches) * len(names), desc=f"{concurrency} requests", unit="batch") as bar:
-        for index, prompts in enumerate(batches):
-            for name in names[index % len(names) :] + names[: index % len(names)]:
-                bar.set_postfix_str(name)
-                run_batch(engines[name], sampling, prompts, concurrency, records[name])
-                bar.update()
+def measure(policies: dict[str, Policy], sampling: SamplingParams, prompts: Prompts, concurrency: int) -> list[Record]:
+    """All policies at one load, in their order."""
+    backends = [TieredBackend(policy.engine, sampling) for policy in policies.values()]
+    clocks = [policy.clock for policy in policies.values()]
+    records = [Record() for _ in policies]
+    loops = [
+        steps(backend, prompts, concurrency, record.measured, clock)
+        for backend, record, clock in zip(backends, records, clocks, strict=True)
+    ]
+    running = list(range(len(loops)))
+    with tqdm(total=len(prompts) * len(loops), desc=f"{concurrency} requests", unit="request") as bar:
+        while running:
+            running = [index for index in running if _step(loops[index], clocks[index])]
+            bar.update(sum(backend.num_finished for backend in backends) - bar.n)
+    for backend, record in zip(backends, records, strict=True):
+        record.strict_speeds = [speed for name, speed in backend.speeds.items() if is_strict(name)]
+        record.other_speeds = [speed for name, speed in backend.speeds.items() if not is_strict(name)]
     return records
+
+
+def _step(loop: Iterator[None], clock: OwnClock) -> bool:
+    """False when there was nothing left to do."""
+    with clock:
+        return next(loop, loop) is None
 
 
 def difference_interval(
@@ -175,13 +214,9 @@ def rows_of(concurrency: int, promise: float, records: dict[str, Record]) -> lis
     return rows
 
 
-def mixed_batches(prompts: Prompts, concurrency: int, num_requests: int) -> list[Prompts]:
-    """Batches of four prompts per place, `num_requests` in all or a little more; prompts recur after the last."""
-    size = 4 * concurrency
-    return [
-        [prompts[(start + i) % len(prompts)] for i in range(size)]
-        for start in range(0, -(-num_requests // size) * size, size)
-    ]
+def recurring(prompts: Prompts, num_requests: int) -> Prompts:
+    """So many; they recur after the last."""
+    return list(islice(cycle(prompts), num_requests))
 
 
 def run(options: argparse.Namespace) -> report.Row:
@@ -193,13 +228,13 @@ def run(options: argparse.Namespace) -> report.Row:
     sampling = SamplingParams(max_tokens=options.max_tokens, stop_token_ids=end_token_ids(folder))
     shard = Shard.load(config)
     promise = options.promise or pilot(config, shard, sampling, prompts, options)
-    engines = make_engines(config, shard, promise, options.weights, options.fixed)
+    policies = make_policies(config, shard, promise, options.weights, options.fixed)
     rows: list[report.Row] = []
     tqdm.write(f"promised: {promise:.1f} tokens per second")
     for concurrency in options.concurrency:
-        batches = mixed_batches(prompts, concurrency, options.num_requests)
-        rows += rows_of(concurrency, promise, measure(engines, sampling, batches, concurrency))
-        print(sla_table(rows[-len(engines) :]), flush=True)
+        records = measure(policies, sampling, recurring(prompts, options.num_requests), concurrency)
+        rows += rows_of(concurrency, promise, dict(zip(policies, records, strict=True)))
+        print(sla_table(rows[-len(policies) :]), flush=True)
     return {
         **report.provenance(),
         "model": config.model_source,
@@ -215,10 +250,8 @@ def pilot(
     config: EngineConfig, shard: Shard, sampling: SamplingParams, prompts: Prompts, options: argparse.Namespace
 ) -> float:
     """The speed that all but PILOT_QUANTILE of the requests have at one load without promises."""
-    engine = make_engines(config, shard, 0.0, (), ())[OWN]
-    record = Record()
-    for batch in mixed_batches(prompts, options.promise_at, options.num_requests // 2):
-        run_batch(engine, sampling, batch, options.promise_at, record)
+    own = {OWN: make_policies(config, shard, 0.0, (), ())[OWN]}
+    [record] = measure(own, sampling, recurring(prompts, options.num_requests), options.promise_at)
     return float(np.quantile([*record.strict_speeds, *record.other_speeds], PILOT_QUANTILE))
 
 
@@ -252,7 +285,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fixed", type=int, nargs="*", default=[1, 2, 3, 5], help="lengths that don't adapt")
     parser.add_argument("--promise", type=float, help="tokens per second of the strict tier (default: by a pilot run)")
     parser.add_argument("--promise-at", type=int, default=16, help="load of the pilot run")
-    parser.add_argument("--num-requests", type=int, default=128, help="of each policy and load, at least")
+    parser.add_argument("--num-requests", type=int, default=128, help="of each policy and load")
     parser.add_argument("--max-tokens", type=int, default=64, help="most new tokens of a request")
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args(arguments)

@@ -254,7 +254,7 @@ def sla() -> Findings:
                 loads=((load,),) * 8,
                 tiers=tiers,
                 tier_shares=(1 - PROMISED_SHARE, PROMISED_SHARE),
-                num_rounds=720,
+                num_rounds=720,  # enough that a point of attainment is no noise
             )
 
         plain: list[tuple[str, Policy]] = [

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from cluster.budget import LEVELS, PACE
 from cluster.messages import LoadReport, SlaTier
-from cluster.sla import encode_paces
+from cluster.sla import START_PACE, encode_paces
 from cluster.sps import CostCurve
 from ops.simulator.inputs import Acceptance
 from ops.simulator.policies import Policy
@@ -162,7 +162,7 @@ class _Run:
         new_Q = self.age_Q < REPORT_AGE_STEPS
         levels_QG, paces_Q = self.reported[0]
         levels_QG = np.where(new_Q[:, None], LEVELS, levels_QG).astype(np.uint8)
-        paces_Q = np.where(new_Q, PACE, paces_Q).astype(np.uint8)
+        paces_Q = np.where(new_Q, round(PACE * START_PACE), paces_Q).astype(np.uint8)
         probes_I = (self.undrafted_I >= PROBE_EVERY_STEPS) & (self.policy.max_length > 0)
         reports = [
             self._report(levels_QG[first:last], self.tier_Q[first:last], paces_Q[first:last])

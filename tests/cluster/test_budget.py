@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -9,9 +10,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.budget import LEVELS, MIN_GAIN, admit, algorithm_1, encode_survival, everything_admitted
+from cluster.budget import (
+    LEVELS,
+    MIN_GAIN,
+    admit,
+    algorithm_1,
+    encode_survival,
+    everything_admitted,
+    survival_levels,
+)
 from cluster.fleet import Group, allocate
-from cluster.messages import BudgetLease, LoadReport
+from cluster.messages import BudgetLease, LoadReport, SlaTier
 from cluster.sps import CostCurve, DraftSample, Provenance, VerifySample
 
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
@@ -145,6 +154,20 @@ def test_load_lowers_the_budget_per_request() -> None:
 
 
 @UNTIMED
+@given(batches, jagged_curves(), st.integers(0, 8), st.sampled_from([0, 64, 96, 255]), st.floats(0.0, 200.0))
+def test_the_bypass_never_contradicts_the_search_for_promises(
+    batch: list[tuple[float, ...]], curve: CostCurve, prefill: int, pace: int, speed: float
+) -> None:
+    tiers = (SlaTier("standard"), SlaTier("fast", speed, weight=8.0))
+    owners = bytes(index % 2 for index in range(len(batch)))
+    report = replace(report_of(batch, prefill), tiers=owners, paces=bytes([pace] * len(batch)))
+    if everything_admitted(report, curve, tiers):
+        everything = BudgetLease(cap=np.count_nonzero(survival_levels(report)))
+        [[lease]] = allocate([Group([report], curve, [everything])], tiers, min_gain=1e-6)
+        assert lease.cap == everything.cap, "no other budget is worth more, but for rounding"
+
+
+@UNTIMED
 @given(batches, jagged_curves(), st.integers(0, 8))
 def test_the_bypass_never_contradicts_the_search(
     batch: list[tuple[float, ...]], curve: CostCurve, prefill: int
@@ -154,6 +177,17 @@ def test_the_bypass_never_contradicts_the_search(
         worth_reporting = tuple(sum(value > 0 for value in slots) for slots in batch)
         everything = rate_of(batch, worth_reporting, curve, prefill)
         assert everything >= max(rate_of(batch, lengths, curve, prefill) for lengths in choices) * (1 - 1e-9)
+
+
+def test_the_bypass_is_not_taken_where_somebody_must_catch_up() -> None:
+    """Four could be drafted for, the fifth can't and wants short steps: all are 60 tokens per second, it needs 90."""
+    curve = curve_of([5.0 + n for n in range(1, 20)])
+    tiers = (SlaTier("standard"), SlaTier("fast", 60.0, weight=16.0))
+    on_time = replace(report_of([(1.0,)] * 4 + [()]), tiers=bytes([0, 0, 0, 0, 1]), paces=bytes([64] * 5))
+    behind = replace(on_time, paces=bytes([96] * 5))
+    [[lease]] = allocate([Group([behind], curve)], tiers, min_gain=0.0)
+    assert lease.cap < 4
+    assert everything_admitted(on_time, curve, tiers) and not everything_admitted(behind, curve, tiers)
 
 
 def test_a_long_prompt_does_not_make_drafts_look_cheap() -> None:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from cluster.budget import LEVELS, admit, encode_survival, survival_levels
+from cluster.budget import LEVELS, PACE, admit, encode_survival, paces, survival_levels
 from cluster.fleet import Group, allocate
 from cluster.messages import BudgetLease, LoadReport, SlaTier
-from cluster.sla import CATCH_UP_SECONDS, LEAD_SECONDS, encode_paces, needs_by_request, paces
+from cluster.sla import encode_paces, needs_by_request
 from cluster.sps import CostCurve, DraftSample, Provenance, VerifySample
 
 UNTIMED = settings(
@@ -28,10 +28,16 @@ STRICT = tuple(SlaTier(tier.name, tier.min_tokens_per_second, weight=1e9) for ti
 
 @dataclass(frozen=True)
 class Rank:
-    """One engine's load: [(tier, survivals)], and the prompt rows of its step."""
+    """One engine's load: [(tier, survivals)], the prompt rows of its step, the pace of all, prompts' share of time."""
 
     requests: list[tuple[int, tuple[float, ...]]]
     prefill: int = 0
+    pace: int = PACE
+    decode_share: float = 1.0
+
+    def needed(self, tier: SlaTier) -> float:
+        """Tokens per second of each request of the tier."""
+        return tier.min_tokens_per_second * self.pace / PACE / self.decode_share
 
     def report(self, most: int = 2**31) -> LoadReport:
         return LoadReport(
@@ -44,6 +50,8 @@ class Rank:
             drafted=True,
             max_draft_tokens=most,
             request_ids=tuple(str(r) for r in range(len(self.requests))),
+            paces=bytes([self.pace] * len(self.requests)),
+            decode_share=self.decode_share,
         )
 
 
@@ -54,7 +62,9 @@ survivals = st.lists(st.sampled_from([1.0, 0.95, 0.8, 0.6, 0.3, 0.1]), max_size=
 
 def ranks(max_requests: int) -> st.SearchStrategy[Rank]:
     requests = st.lists(st.tuples(st.integers(0, 2), survivals), min_size=1, max_size=max_requests)
-    return st.builds(Rank, requests, st.integers(0, 4))
+    return st.builds(
+        Rank, requests, st.integers(0, 4), st.sampled_from([0, 32, PACE, 96, 255]), st.sampled_from([1.0, 0.5])
+    )
 
 
 @st.composite
@@ -92,7 +102,7 @@ def worth_of(group: list[Rank], lengths: list[tuple[int, ...]], curve: CostCurve
         for (tier, _), tokens in zip(rank.requests, tokens_of(rank, own), strict=True):
             total += tokens / seconds
             if tiers:
-                promised = min(tokens / seconds, tiers[tier].min_tokens_per_second)
+                promised = min(tokens / seconds, rank.needed(tiers[tier]))
                 total += (tiers[tier].weight - 1) * promised
     return total
 
@@ -157,6 +167,20 @@ def test_with_promises_a_lease_is_kept_unless_brute_force_finds_much_more(
     assert [lease.cap for lease in again] == [lease.cap for lease in leases], "the same report never moves it twice"
 
 
+@settings(UNTIMED, max_examples=400)
+@given(st.lists(ranks(2), min_size=2, max_size=2), jagged_curves(), st.integers(1, 2), st.sampled_from([(), TIERS]))
+def test_within_its_limits_a_group_does_what_is_best(
+    group: list[Rank], curve: CostCurve, most: int, tiers: tuple[SlaTier, ...]
+) -> None:
+    allowed = [lengths for lengths in all_lengths(group) if max(map(sum, lengths)) <= most]
+    best = max(worth_of(group, lengths, curve, tiers) for lengths in allowed)
+    reports = [rank.report(most) for rank in group]
+    [leases] = allocate([Group(reports, curve)], tiers, min_gain=0.0)
+    lengths = admitted(group, leases, tiers or TIERS)
+    assert max(map(sum, lengths)) <= most
+    assert worth_of(group, lengths, curve, tiers) == pytest.approx(best, rel=1e-9)
+
+
 def loaded_curves() -> st.SearchStrategy[CostCurve]:
     """Convex: each row costs at least as much as the one before."""
     return st.lists(st.floats(0.0, 3.0), min_size=24, max_size=24).map(
@@ -191,7 +215,7 @@ def test_all_promises_are_kept_whenever_that_is_possible(rank: Rank, curve: Cost
         seconds = seconds_of([rank], lengths, curve)
         tokens = tokens_of(rank, lengths[0])
         return all(
-            t >= STRICT[tier].min_tokens_per_second * seconds * (1 - 1e-12)
+            t >= rank.needed(STRICT[tier]) * seconds * (1 - 1e-12)
             for (tier, _), t in zip(rank.requests, tokens, strict=True)
         )
 
@@ -220,6 +244,15 @@ def test_groups_do_not_disturb_each_other(group: list[Rank], curve: CostCurve) -
     other = group_of([Rank([(1, (0.9, 0.8)), (0, ())], 40)], flat)
     alone, among = allocate([group_of(group, curve)], TIERS), allocate([other, group_of(group, curve), other], TIERS)
     assert among[1] == alone[0] and among[0] == among[2] == allocate([other], TIERS)[0]
+
+
+@UNTIMED
+@given(st.lists(st.lists(ranks(3), min_size=1, max_size=3), min_size=9, max_size=12), jagged_curves())
+def test_many_groups_get_what_each_gets_for_itself(groups: list[list[Rank]], curve: CostCurve) -> None:
+    """More of them than are searched at once, of all sizes."""
+    for tiers in ((), TIERS):
+        together = allocate([group_of(group, curve) for group in groups], tiers)
+        assert together == [allocate([group_of(group, curve)], tiers)[0] for group in groups]
 
 
 # --- what lockstep and promises mean ---
@@ -305,15 +338,17 @@ def test_where_prompts_take_time_a_step_must_bring_more() -> None:
 
 
 def test_a_request_that_is_behind_needs_more_and_one_that_is_ahead_less() -> None:
-    """Promised 100 tokens per second: after a second with 150, 125, 100, 75 and 0 tokens; and promised nothing."""
-    encoded = encode_paces([100.0] * 5 + [0.0], [1.0] * 6, [150, 125, 100, 75, 0, 0])
-    report = replace(Rank([(1, ())] * 6).report(), paces=encoded)
-    ahead = [0.5, 0.25, 0.0, -0.25, -1.0]
-    expected = [1 + (LEAD_SECONDS - seconds) / CATCH_UP_SECONDS for seconds in ahead]
-    assert expected[1] == 1.0 and paces(report)[:5] == pytest.approx(expected, abs=1 / 64)
-    assert needs_by_request(report, (0.0, 2.0))["4"] == pytest.approx(2 * expected[4], abs=1 / 32)
-    far = encode_paces([100.0, 100.0], [1.0, 9.0], [900, 0])
-    assert list(far) == [0, 255], "at most nothing, at least almost four times the promise"
+    """Promised 100 tokens per second: after a second with 150, 125, 100, 75 and 0 tokens."""
+    encoded = encode_paces([100.0] * 5, [1.0] * 5, [150, 125, 100, 75, 0])
+    report = replace(Rank([(1, ())] * 5).report(), paces=encoded)
+    assert paces(report) == pytest.approx([0.5, 1.0, 1.5, 2.0, 3.5], abs=1 / 64)
+    assert needs_by_request(report, (0.0, 2.0))["4"] == pytest.approx(7.0, abs=1 / 32)
+    assert list(encode_paces([100.0, 100.0], [1.0, 9.0], [900, 0])) == [0, 255], "no less than nothing, and a byte"
+
+
+def test_where_tokens_are_rare_one_of_them_changes_no_pace_much() -> None:
+    """Promised a token a second, on time and a token ahead."""
+    assert list(encode_paces([1.0, 1.0], [9.0, 9.0], [9, 10])) == [96, 88]
 
 
 def test_a_report_of_256_requests_is_small() -> None:

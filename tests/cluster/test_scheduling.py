@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from tiny_engine import TinyDrafter, make_engine, prompts, random_drafter, reque
 from torch import Tensor
 
 from cluster import profiler
+from cluster.budget import encode_survival, survival
 from cluster.config import EngineConfig
 from cluster.engine import Engine
 from cluster.local_scheduler import FIRST_PROBE_STEPS
@@ -31,7 +31,7 @@ def curve(seconds_per_token: float, base: float = 1.0, draft: float = 1e-3) -> C
 
 
 def frozen(engine: Engine) -> Engine:
-    """A clock that stands still: real step times must not decide what these tests see."""
+    """A curve that stands still: real step times must not decide what these tests see."""
     engine._scheduler.refresh = lambda result: None  # type: ignore[method-assign]
     return engine
 
@@ -101,13 +101,15 @@ def test_who_was_promised_a_speed_gets_more_of_the_same_budget(tiny: tuple[Path,
     tiers = (SlaTier("standard"), SlaTier("fast", min_tokens_per_second=1.2, weight=50.0))
     cost = curve(0.1)
     engine = frozen(make_engine(tiny[0], random_drafter(VOCAB), cost, tiers, speculation="scheduled"))
-    engine.clock = itertools.count(0.0, 0.4).__next__  # steps of seconds, as the curve has them: too slow to keep it
+    now = 0.0
+    engine.clock = lambda: now
     requests = [request(p, max_tokens=40) for p in prompts(8)]
     for index, each in enumerate(requests):
         engine.add(replace(each, tier=1 if index == 5 else 0))
     verified = []
     for _ in range(24):
         rounds = engine.step().rounds
+        now += 3.0  # what steps take by the curve, about: too slow to keep the promise
         if len(rounds) == 8:
             verified.append([r.num_verified for r in rounds])
     settled = verified[6:]
@@ -115,6 +117,23 @@ def test_who_was_promised_a_speed_gets_more_of_the_same_budget(tiny: tuple[Path,
     assert all(row[5] > max(row[:5] + row[6:]) for row in settled), "equal survivals, but one has a promise"
     with pytest.raises(InvalidRequestError, match="tier: 2"):
         engine.add(replace(requests[0], request_id="x", tier=2))
+
+
+def test_a_report_says_what_is_expected_now(tiny: tuple[Path, Any]) -> None:
+    """Also of those that come, end, or are near their end: rows are made ahead of reports, where they change."""
+    engine = scheduled(tiny[0], random_drafter(VOCAB), curve(0.02))
+    seen = set()
+    for index, prompt in enumerate(prompts(6)):
+        engine.add(request(prompt, max_tokens=8 + 3 * index))
+        for _ in range(4):
+            engine.step()
+            running = engine._batcher.running
+            drafted = [s.num_pending == 1 and s.draft_return.expected for s in running]
+            limits = [engine._batcher.draft_limit(s) if yes else 0 for s, yes in zip(running, drafted, strict=True)]
+            expected = [s.expected_confidences[:limit] for s, limit in zip(running, limits, strict=True)]
+            assert engine.last_report.survival == encode_survival(list(map(survival, expected)), engine.max_drafts)
+            seen.add(engine.last_report.survival)
+    assert len(seen) > 12
 
 
 def test_a_slot_never_drafted_keeps_its_chance(tiny: tuple[Path, Any]) -> None:

@@ -17,7 +17,7 @@ from cluster.sps import CostCurve, DraftSample, VerifySample
 
 TIERS = (SlaTier("standard"), SlaTier("fast", min_tokens_per_second=1.2, weight=16.0))
 MANY = 1000
-PACE_OF_MOST = bytes([round(PACE * MARGIN)])
+PACE_IN_ALL = bytes([round(PACE * MARGIN)])
 
 
 def load(rng: np.random.Generator, num_requests: int, num_waiting: int = 0, tiers: bool = True) -> LoadReport:
@@ -33,7 +33,7 @@ def load(rng: np.random.Generator, num_requests: int, num_waiting: int = 0, tier
         num_waiting=num_waiting,
         drafted=True,
         newcomer=encode_survival([row()], 5),
-        paces=PACE_OF_MOST * num_requests,
+        paces=PACE_IN_ALL * num_requests,
     )
 
 
@@ -43,10 +43,10 @@ def real_speed(report: LoadReport, cost: CostCurve, tier: int) -> float:
         report,
         survival=report.survival + report.newcomer,
         tiers=report.tiers + bytes([tier]),
-        paces=report.paces + PACE_OF_MOST,
+        paces=report.paces + PACE_IN_ALL,
         context_tokens=report.context_tokens * (len(report.tiers) + 1) // max(len(report.tiers), 1),
     )
-    [[lease]] = fleet.allocate([Group([joined], cost)], TIERS)
+    [[lease]] = fleet.allocate([Group([joined], cost)], TIERS, min_gain=0.0)
     survival = survival_levels(joined) / LEVELS
     running = len(survival)
     seconds = decode_seconds(cost, running, 0, lease.cap, joined.context_tokens) + (
@@ -66,10 +66,10 @@ def test_it_is_about_what_allocate_would_give(num_requests: int, dear: float) ->
     cost, errors = curve(dear), []
     for seed in range(12):
         report = load(np.random.default_rng(seed), num_requests)
-        [[lease]] = fleet.allocate([Group([report], cost)], TIERS)
+        [[lease]] = fleet.allocate([Group([report], cost)], TIERS, min_gain=0.0)
         promised = speeds(report, lease, cost, TIERS, MANY)
         errors += [promised[tier] / real_speed(report, cost, tier) - 1 for tier in (0, 1)]
-    assert np.median(np.abs(errors)) < 0.15
+    assert np.median(np.abs(errors)) < 0.12
     assert np.quantile(np.abs(errors), 0.9) < 0.35
 
 

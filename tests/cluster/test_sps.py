@@ -158,6 +158,25 @@ def test_one_outlier_moves_little_and_no_cell_runs_away() -> None:
     assert curve.step_seconds(8, 500) <= 0.033 * 4.001
 
 
+def test_steps_of_several_sizes_count_for_each() -> None:
+    """Together as one after the other, as long as none is beyond what one step may count."""
+    steps = [VerifySample(16, 500, 0.050), VerifySample(2, 64, 0.030), VerifySample(40, 30_000, 0.100)]
+    drafts = [DraftSample(2, 0.005), DraftSample(16, 0.012)]
+    together, one_by_one = smollm2_curve().observed(steps, drafts), smollm2_curve()
+    for step in steps:
+        one_by_one = one_by_one.observed([step])
+    for draft in drafts:
+        one_by_one = one_by_one.observed([], [draft])
+    for context in (64, 500, 30_000):
+        rows = [2, 16, 40]
+        assert together.step_seconds(rows, context) == pytest.approx(one_by_one.step_seconds(rows, context), rel=0.02)
+    assert [together.draft_seconds(n) for n in (2, 16)] == pytest.approx(
+        [one_by_one.draft_seconds(n) for n in (2, 16)], rel=0.02
+    )
+    first = smollm2_curve().observed(steps[:1])
+    assert together.step_seconds(2, 64) != pytest.approx(first.step_seconds(2, 64), rel=0.01), "each at its own size"
+
+
 def test_a_few_steps_correct_a_size_that_was_measured_wrong() -> None:
     """Real batches have other sequences than measured ones, so a third too little is common; noise is a tenth."""
     curve, generator = smollm2_curve(), np.random.default_rng(0)

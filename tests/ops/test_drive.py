@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
-from ops.benchmarks.drive import Measurement, Progress, drive
+from ops.benchmarks.drive import Measurement, Progress, drive, steps
 
 
 class Countdown:
@@ -51,3 +53,9 @@ def test_measurements_add_up_before_rates_are_formed() -> None:
     total = Measurement(num_tokens=10, seconds=1.0) + Measurement(num_tokens=20, seconds=4.0)
     assert total.tokens_per_second == pytest.approx(6.0)
     assert Measurement(num_tokens=5, seconds=1.0).accepted_length == 1.0
+
+
+def test_a_loop_that_takes_turns_is_measured_on_its_own_clock() -> None:
+    measured, clock = Measurement(), count()
+    taken = sum(1 for _ in steps(Countdown(), [(3,), (1,), (2,)], 1, measured, lambda: float(next(clock))))
+    assert taken == 6 and measured.seconds == 6.0
