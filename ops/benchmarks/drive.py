@@ -103,6 +103,38 @@ def steps(
         yield
 
 
+class OwnClock:
+    """Runs while its loop does: the seconds inside of `with` blocks."""
+
+    def __init__(self) -> None:
+        self._elapsed_seconds = 0.0
+        self._resumed_seconds: float | None = None
+
+    def __call__(self) -> float:
+        running = time.perf_counter() - self._resumed_seconds if self._resumed_seconds is not None else 0.0
+        return self._elapsed_seconds + running
+
+    def __enter__(self) -> None:
+        self._resumed_seconds = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._elapsed_seconds, self._resumed_seconds = self(), None
+
+
+def rounds(loops: Sequence[Iterator[None]], clocks: Sequence[OwnClock]) -> Iterator[None]:
+    """A step of each loop in turn, on its clock, until all have ended: what else the machine does meets all alike."""
+    left = list(zip(loops, clocks, strict=True))
+    while left:
+        left = [(loop, clock) for loop, clock in left if _step(loop, clock)]
+        yield
+
+
+def _step(loop: Iterator[None], clock: OwnClock) -> bool:
+    """False when there was nothing left to do."""
+    with clock:
+        return next(loop, loop) is None
+
+
 def _advance(flights: dict[str, _Flight], item: Progress, now: float, measured: Measurement) -> None:
     flight = flights[item.request_id]
     if item.num_tokens:

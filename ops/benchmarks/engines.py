@@ -57,7 +57,7 @@ class EngineBackend:
 
 @dataclass(frozen=True)
 class Bench:
-    """One target in memory, three engines on it. Only one may have work at a time: they share the pages."""
+    """One target in memory, three engines on it, each with pages of its own."""
 
     decoder: Decoder
     engines: dict[str, Engine]
@@ -68,14 +68,15 @@ class Bench:
         speculative = Shard.load(config)
         if speculative.drafter is None:
             raise ValueError("engine_kwargs.drafter_source: a comparison needs a drafter")
-        plain = in_mode(config, "plain")
+        decoder, drafter = speculative.decoder, speculative.drafter
+        plain, fixed, scheduled = (in_mode(config, mode) for mode in MODES)
         return cls(
-            speculative.decoder,
+            decoder,
             {
                 # Without a drafter, as it would be served: plain decoding must not pay for draft context.
-                "plain": Engine(plain, Shard(speculative.decoder, None, plain), None),
-                "fixed": Engine(in_mode(config, "fixed"), speculative, None),
-                "scheduled": Engine(in_mode(config, "scheduled"), speculative, cost_curve(config, speculative)),
+                "plain": Engine(plain, Shard(decoder, None, plain), None),
+                "fixed": Engine(fixed, Shard(decoder, drafter, fixed), None),
+                "scheduled": Engine(scheduled, speculative, cost_curve(config, speculative)),
             },
         )
 

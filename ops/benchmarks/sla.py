@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -32,7 +31,7 @@ from cluster.shard import Shard
 from drafter.interface import Drafter
 from drafter.source import resolve_source
 from ops.benchmarks import report
-from ops.benchmarks.drive import Measurement, Progress, steps
+from ops.benchmarks.drive import Measurement, OwnClock, Progress, rounds, steps
 from ops.benchmarks.engines import EngineBackend, end_token_ids, served_config
 from ops.benchmarks.prompts import load_datasets
 
@@ -78,24 +77,6 @@ class TieredBackend(EngineBackend):
 
 def is_strict(request_id: str) -> bool:
     return int(request_id) % STRICT_EVERY == 0
-
-
-class OwnClock:
-    """Runs while its engine does: the seconds inside of `with` blocks."""
-
-    def __init__(self) -> None:
-        self._elapsed_seconds = 0.0
-        self._resumed_seconds: float | None = None
-
-    def __call__(self) -> float:
-        running = time.perf_counter() - self._resumed_seconds if self._resumed_seconds is not None else 0.0
-        return self._elapsed_seconds + running
-
-    def __enter__(self) -> None:
-        self._resumed_seconds = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._elapsed_seconds, self._resumed_seconds = self(), None
 
 
 @dataclass
@@ -157,21 +138,13 @@ def measure(policies: dict[str, Policy], sampling: SamplingParams, prompts: Prom
         steps(backend, prompts, concurrency, record.measured, clock)
         for backend, record, clock in zip(backends, records, clocks, strict=True)
     ]
-    running = list(range(len(loops)))
     with tqdm(total=len(prompts) * len(loops), desc=f"{concurrency} requests", unit="request") as bar:
-        while running:
-            running = [index for index in running if _step(loops[index], clocks[index])]
+        for _ in rounds(loops, clocks):
             bar.update(sum(backend.num_finished for backend in backends) - bar.n)
     for backend, record in zip(backends, records, strict=True):
         record.strict_speeds = [speed for name, speed in backend.speeds.items() if is_strict(name)]
         record.other_speeds = [speed for name, speed in backend.speeds.items() if not is_strict(name)]
     return records
-
-
-def _step(loop: Iterator[None], clock: OwnClock) -> bool:
-    """False when there was nothing left to do."""
-    with clock:
-        return next(loop, loop) is None
 
 
 def difference_interval(

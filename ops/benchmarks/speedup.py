@@ -2,15 +2,15 @@
 
     python -m ops.benchmarks.speedup --prompts gsm8k.jsonl humaneval.jsonl --temperature 1 0 --json speedup.json
 
-Each batch of prompts goes through all three before the next one starts, in rotating order: a slow minute of the machine
-hits all three alike. docs/benchmarks.md says what is counted.
+The three take turns, a step each, on clocks that stand still meanwhile: what else the machine does meets all three
+alike. docs/benchmarks.md says what is counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from cluster.engine import Engine
 from cluster.messages import SamplingParams
 from drafter.source import resolve_source
 from ops.benchmarks import machine, report
-from ops.benchmarks.drive import Measurement, drive
+from ops.benchmarks.drive import Measurement, OwnClock, rounds, steps
 from ops.benchmarks.engines import MODES, Bench, EngineBackend, end_token_ids, served_config
 from ops.benchmarks.prompts import Dataset, load_datasets
 
@@ -58,22 +58,20 @@ def make_cells(
     return cells
 
 
-def rotations(count: int) -> Iterator[tuple[str, ...]]:
-    """Orders of the modes: each comes first, second and third equally often."""
-    for index in range(count):
-        shift = index % len(MODES)
-        yield MODES[shift:] + MODES[:shift]
-
-
 def measure_cell(
     cell: Cell, engines: dict[str, Engine], sampling: SamplingParams, bar: Any
 ) -> dict[str, list[Measurement]]:
-    measured: dict[str, list[Measurement]] = {mode: [] for mode in MODES}
-    for batch, order in zip(cell.batches, rotations(len(cell.batches)), strict=True):
-        for mode in order:
-            bar.set_postfix_str(f"{cell.dataset.name} x{cell.concurrency} {mode}")
-            measured[mode].append(drive(EngineBackend(engines[mode], sampling), batch, cell.concurrency))
-            bar.update()
+    measured: dict[str, list[Measurement]] = {mode: [Measurement() for _ in cell.batches] for mode in MODES}
+    for index, batch in enumerate(cell.batches):
+        bar.set_postfix_str(f"{cell.dataset.name} x{cell.concurrency}")
+        clocks = [OwnClock() for _ in MODES]
+        loops = [
+            steps(EngineBackend(engines[mode], sampling), batch, cell.concurrency, measured[mode][index], clock)
+            for mode, clock in zip(MODES, clocks, strict=True)
+        ]
+        for _ in rounds(loops, clocks):
+            pass
+        bar.update()
     return measured
 
 
@@ -133,7 +131,7 @@ def run(options: argparse.Namespace) -> report.Row:
     step_times = machine.step_seconds_by_tokens(bench.decoder, repeats=5 if options.quick else 25)
     limit = memory_bandwidth_limit(config, bench, step_times["1"])
     rows = []
-    with tqdm(total=len(MODES) * sum(len(cell.batches) for cell in cells), unit="batch") as bar:
+    with tqdm(total=sum(len(cell.batches) for cell in cells), unit="batch") as bar:
         for cell in cells:
             sampling = SamplingParams(
                 max_tokens=options.max_tokens, temperature=cell.temperature, stop_token_ids=end_token_ids(folder)

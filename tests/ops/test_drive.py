@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from ops.benchmarks.drive import Measurement, Progress, drive, steps
+from ops.benchmarks.drive import Measurement, OwnClock, Progress, drive, rounds, steps
 
 
 class Countdown:
@@ -59,3 +59,29 @@ def test_a_loop_that_takes_turns_is_measured_on_its_own_clock() -> None:
     measured, clock = Measurement(), count()
     taken = sum(1 for _ in steps(Countdown(), [(3,), (1,), (2,)], 1, measured, lambda: float(next(clock))))
     assert taken == 6 and measured.seconds == 6.0
+
+
+def test_turns_are_a_step_each_and_clocks_stand_still_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, order = 0.0, []
+    monkeypatch.setattr("ops.benchmarks.drive.time.perf_counter", lambda: now)
+
+    class Slow(Countdown):
+        def __init__(self, name: str, seconds: float) -> None:
+            super().__init__()
+            self.name, self.seconds = name, seconds
+
+        def step(self) -> list[Progress]:
+            nonlocal now
+            now += self.seconds
+            order.append(self.name)
+            return super().step()
+
+    clocks, measured = [OwnClock(), OwnClock()], [Measurement(), Measurement()]
+    loops = [
+        steps(Slow("a", 1.0), [(2,), (1,)], 1, measured[0], clocks[0]),
+        steps(Slow("b", 10.0), [(1,)], 1, measured[1], clocks[1]),
+    ]
+    for _ in rounds(loops, clocks):
+        now += 100.0
+    assert order == ["a", "b", "a", "a"]
+    assert [each.seconds for each in measured] == [clock() for clock in clocks] == [3.0, 10.0]
