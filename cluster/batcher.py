@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 
 from cluster.bypass import Return
 from cluster.config import EngineConfig
@@ -203,6 +204,19 @@ class Batcher:
         asked = sequence.request.sampling.max_draft_tokens
         own = self._max_drafts if asked is None else min(asked, self._max_drafts)
         return max(0, min(own, self.num_left(sequence) - 1))
+
+    @property
+    def num_prompt_rows(self) -> int:
+        """What the next step computes of prompts, as far as can be said before it: places and blocks permitting."""
+        pending = [sequence.num_pending for sequence in self.running]
+        num_free = self._pool.num_free
+        for sequence in islice(self.waiting, self._config.max_num_seqs - len(self.running)):
+            num_free -= -(-len(sequence.tokens) // self._config.kv_block_size)
+            if num_free < 0:
+                break
+            pending.append(sequence.num_pending)
+        prompts = [length for length in pending if length > 1]
+        return min(sum(prompts), self._config.max_num_batched_tokens - (len(pending) - len(prompts)))
 
     def plan(self, cap: int) -> Plan:
         """The next step: anchors first, then at most `cap` drafts, then prompts in what is left of the row budget.

@@ -34,9 +34,11 @@ class Offer:
     def of(cls, lease: BudgetLease, report: LoadReport, asked_seconds: float) -> Self:
         return cls(lease, report, asked_seconds, drafting(report))
 
-    def fits(self, running: Iterable[str], drafting: Iterable[str]) -> bool:
-        """Whether it was made for the requests that run now, and reckoned with all of these drafts."""
-        return self.drafting.issuperset(drafting) and set(running) == set(self.report.request_ids)
+    def fits(self, running: Iterable[str], drafting: Iterable[str], num_prompt_rows: int) -> bool:
+        """Whether it was made for the requests that run now, with or without prompts as now, and reckoned with all of
+        these drafts: beside prompts a draft costs less than alone."""
+        same_kind = (self.report.num_prefill_tokens > 0) == (num_prompt_rows > 0)
+        return same_kind and self.drafting.issuperset(drafting) and set(running) == set(self.report.request_ids)
 
     @property
     def ends_seconds(self) -> float:

@@ -61,7 +61,8 @@ class LocalScheduler:
         self._probe_after_steps = FIRST_PROBE_STEPS
         self._last_lease = UNLIMITED
         self._leased_mode: SchedulerMode = "bypass"
-        self._leased_for: list[Sequence] = []
+        self._leased_for: tuple[list[Sequence], bool] = [], False
+        """Who decoded when the last lease was found, and whether prompts were computed beside them."""
         self._num_steps_leased = 0
         self._offers = Offers()
         self._offer: Offer | None = None
@@ -121,6 +122,7 @@ class LocalScheduler:
         if len(self._reports) < REPORT_AGE_STEPS:
             return UNLIMITED, "bypass"
         self._num_steps_leased += 1
+        num_prompt_rows = batcher.num_prompt_rows
         decoding = [sequence for sequence in batcher.running if sequence.num_pending == 1]
         self._returns.judge([sequence.draft_return for sequence in decoding], self._curve.draft_seconds)
         offer = self._offers.current(self._reports[0].step, now)
@@ -128,20 +130,24 @@ class LocalScheduler:
             # Followed from step to step, because all ranks of the group are to have it at once; and no bypass: drafts
             # that are cheap for this rank may be dear for its group.
             self._adopt(offer.share(len(batcher.running)), "lease", offer.report, offer)
-        elif self._num_steps_leased >= LEASE_STEPS or self._leased_for != decoding or self._has_ended(now):
-            self._search(self._curve, batcher, offer)
-            self._leased_for, self._num_steps_leased = decoding, 0
+        elif (
+            self._num_steps_leased >= LEASE_STEPS
+            or self._leased_for != (decoding, num_prompt_rows > 0)
+            or self._has_ended(now)
+        ):
+            self._search(self._curve, batcher, num_prompt_rows, offer)
+            self._leased_for, self._num_steps_leased = (decoding, num_prompt_rows > 0), 0
         if self._last_lease.cap == 0 and self._num_steps_undrafted >= self._probe_after_steps:
             return BudgetLease(cap=max(self._max_drafts, len(batcher.running))), self._leased_mode
         return self._last_lease, self._leased_mode
 
-    def _search(self, curve: CostCurve, batcher: Batcher, offer: Offer | None) -> None:
-        """All that was proposed, if that is cheap; else the fleet's lease, if it was made for these requests; else
-        the engine's own, by the same arithmetic."""
-        report = self._current_load(batcher)
+    def _search(self, curve: CostCurve, batcher: Batcher, num_prompt_rows: int, offer: Offer | None) -> None:
+        """All that was proposed, if that is cheap; else the fleet's lease, if it was made for such a step; else the
+        engine's own, by the same arithmetic."""
+        report = self._current_load(batcher, num_prompt_rows)
         if budget.everything_admitted(report, curve, self._tiers):
             self._adopt(UNLIMITED, "bypass", report)
-        elif offer is not None and offer.fits(report.request_ids, self._drafting(batcher)):
+        elif offer is not None and offer.fits(report.request_ids, self._drafting(batcher), num_prompt_rows):
             self._adopt(offer.lease, "lease", report, offer)
         else:
             [[lease]] = fleet.allocate([fleet.Group([report], curve, [self._last_lease])], self._tiers)
@@ -254,8 +260,9 @@ class LocalScheduler:
             self._curve = self._curve.observed(self._verified, self._drafted)
             self._verified, self._drafted = [], []
 
-    def _current_load(self, batcher: Batcher) -> LoadReport:
-        """The report of two steps ago, less the requests that have left, plus those that came since."""
+    def _current_load(self, batcher: Batcher, num_prompt_rows: int) -> LoadReport:
+        """The report of two steps ago, less the requests that have left, plus those that came since; with the prompts
+        of the step to come, beside which drafts cost another price."""
         report, size, running = self._reports[0], self._max_drafts, batcher.running
         known = {name: index for index, name in enumerate(report.request_ids)}
         places = [known.get(sequence.request_id) for sequence in running]
@@ -273,6 +280,7 @@ class LocalScheduler:
             tiers=bytes(sequence.request.tier for sequence in running),
             paces=bytes(paces),
             request_ids=tuple(sequence.request_id for sequence in running),
+            num_prefill_tokens=num_prompt_rows,
         )
 
     def _survivals(self, sequences: Seq[Sequence], batcher: Batcher) -> bytes:
