@@ -39,6 +39,9 @@ PROBE_RATE = 0.5
 """The same for what a probe finds: there is one in so many steps."""
 SHARE_RATE = 0.05
 """How fast the share of decoding follows the steps: about twenty of them tell what newcomers have to expect."""
+YIELD_FADING, YIELD_PRIOR_TOKENS = 0.98, 50.0
+"""Of the drafts that confidences say will pass, a few percent fewer do: those that look best are chosen. The budget
+learns how many, over about fifty drafted steps; where a batch just pays or doesn't, that decides."""
 REPORT_AGE_STEPS = 2
 """The budget may only use confidences that are at least so old."""
 
@@ -68,6 +71,7 @@ class LocalScheduler:
         self._offer: Offer | None = None
         self._needs: dict[str, float] = {}
         self._returns = Returns()
+        self._num_expected = self._num_passed = YIELD_PRIOR_TOKENS
         self._verified: list[VerifySample] = []
         self._drafted: list[DraftSample] = []
         self._seconds_expected = 0.0
@@ -219,12 +223,23 @@ class LocalScheduler:
             decode_share=self._decode_share(plan),
         )
         self._reports.append(report)
+        self._learn_yield(plan)
         decoded = [chunk for chunk in plan.chunks if chunk.num_rows == 1]
         drafts = tuple((chunk.sequence.draft_return, chunk.num_accepted) for chunk in decoded if chunk.proposed)
         num_tokens = sum(1 + chunk.num_accepted for chunk in decoded)
         if decoded:  # else nobody made tokens, and the rate at which they are made stays what it was
             self._returns.observe(Round(drafts, num_tokens, self._seconds_expected))
         return report
+
+    def _learn_yield(self, plan: Plan) -> None:
+        """From what became of a step's drafts; used from the next draft on, so two steps later at the earliest."""
+        admitted = [chunk for chunk in plan.drafted if chunk.num_admitted]
+        if not admitted:
+            return
+        expected = sum(sum(budget.survival(chunk.sequence.confidences[: chunk.num_admitted])) for chunk in admitted)
+        fresh = (1 - YIELD_FADING) * YIELD_PRIOR_TOKENS
+        self._num_expected = YIELD_FADING * self._num_expected + expected + fresh
+        self._num_passed = YIELD_FADING * self._num_passed + sum(chunk.num_accepted for chunk in admitted) + fresh
 
     def _decode_share(self, plan: Plan) -> float:
         """Of LoadReport, this step included."""
@@ -297,7 +312,9 @@ class LocalScheduler:
 
     def _encoded(self, confidences: list[float]) -> bytes:
         """One row of a report."""
-        return budget.encode_survival([budget.survival(confidences)], self._max_drafts)
+        passing = self._num_passed / self._num_expected
+        survivals = [min(passing * p, 1.0) for p in budget.survival(confidences)]
+        return budget.encode_survival([survivals], self._max_drafts)
 
     def _paces(self, running: list[Sequence], now: float) -> bytes:
         speeds = [self._tiers[s.request.tier].min_tokens_per_second for s in running]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ Prompts = Sequence[tuple[int, ...]]
 
 STRICT_EVERY = 4
 PILOT_QUANTILE = 0.15
+GOLDEN = 0.618034
+"""Its multiples are spread evenly over the unit interval, however many there are."""
 OWN = "no promises"
 """Scheduled by throughput alone."""
 NUM_RESAMPLES = 2000
@@ -55,9 +57,10 @@ class TieredBackend(EngineBackend):
         self._flights: dict[str, tuple[float, int, float]] = {}
 
     def add(self, request_id: str, prompt_token_ids: tuple[int, ...]) -> None:
-        tier = int(is_strict(request_id))
+        tier, longest = int(is_strict(request_id)), num_tokens(int(request_id), self._sampling.max_tokens)
+        sampling = replace(self._sampling, max_tokens=longest)
         self._engine.add(
-            Request(request_id=request_id, prompt_token_ids=prompt_token_ids, sampling=self._sampling, tier=tier)
+            Request(request_id=request_id, prompt_token_ids=prompt_token_ids, sampling=sampling, tier=tier)
         )
 
     def step(self) -> list[Progress]:
@@ -73,6 +76,12 @@ class TieredBackend(EngineBackend):
                 if last > first:
                     self.speeds[item.request_id] = (num_tokens - 1) / (last - first)
         return progress
+
+
+def num_tokens(index: int, mean: int) -> int:
+    """Half to one and a half times the mean. Were all answers of one length, plain decoding would end them in the same
+    steps, and compute their successors' prompts together, as no real traffic does."""
+    return max(1, round(mean * (0.5 + index * GOLDEN % 1)))
 
 
 def is_strict(request_id: str) -> bool:
@@ -259,7 +268,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--promise", type=float, help="tokens per second of the strict tier (default: by a pilot run)")
     parser.add_argument("--promise-at", type=int, default=16, help="load of the pilot run")
     parser.add_argument("--num-requests", type=int, default=128, help="of each policy and load")
-    parser.add_argument("--max-tokens", type=int, default=64, help="most new tokens of a request")
+    parser.add_argument("--max-tokens", type=int, default=64, help="most new tokens of a request, on average")
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args(arguments)
     if min(*options.concurrency, options.num_requests, options.max_tokens, options.promise_at) < 1:

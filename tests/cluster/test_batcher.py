@@ -169,3 +169,20 @@ def test_blocks_all_return() -> None:
     for sequence in [*batcher.running, *batcher.waiting]:
         batcher.remove(sequence)
     assert pool.num_free == 64
+
+
+@pytest.mark.parametrize("num_kv_blocks", [64, 17])
+def test_the_prompt_rows_of_a_step_are_known_before_it(num_kv_blocks: int) -> None:
+    """Also where places or blocks are too few for all who wait; a single row counts as an anchor."""
+    batcher, seen = make(num_kv_blocks=num_kv_blocks, enable_prefix_caching=False), []
+    for length in (9, 30, 5, 20, 12, 3):
+        add(batcher, list(range(length)), max_tokens=8)
+        for _ in range(2):
+            expected = batcher.num_prompt_rows
+            plan = batcher.plan(0)
+            assert expected - plan.num_prefill_tokens in (0, 1)
+            seen.append(expected)
+            finish_step(batcher, plan)
+            for sequence in [s for s in batcher.running if s.num_output >= 8]:
+                batcher.remove(sequence)
+    assert 0 in seen and len(set(seen)) > 3

@@ -51,6 +51,15 @@ def test_the_newest_offer_that_is_old_enough_counts() -> None:
         assert (current and current.lease.cap) == expected
 
 
+def test_an_offer_fits_steps_with_prompts_or_without_as_it_was_made() -> None:
+    """Beside prompts a draft costs less, so a budget for one kind of step is none for the other."""
+    alone, beside = (Offer.of(BudgetLease(cap=3), report(prefill=prefill), 0.0) for prefill in (0, 40))
+    who = ("r0", "r1"), ("r0",)
+    assert alone.fits(*who, 0) and not alone.fits(*who, 7)
+    assert beside.fits(*who, 7) and not beside.fits(*who, 0)
+    assert not alone.fits(("r0",), ("r0",), 0) and not alone.fits(("r0", "r1"), ("r0", "r2"), 0)
+
+
 def test_an_answer_to_the_same_report_replaces_the_first_and_pushes_out_no_older_one() -> None:
     offers = Offers()
     for asked, step in enumerate((5, 6, 7, 7, 7, 7)):
