@@ -207,14 +207,16 @@ class Batcher:
 
     @property
     def num_prompt_rows(self) -> int:
-        """What the next step computes of prompts, as far as can be said before it: places and blocks permitting."""
+        """What the next step computes of prompts, as far as can be said before it: places and blocks permitting, and if
+        nothing is drafted."""
         pending = [sequence.num_pending for sequence in self.running]
         num_free = self._pool.num_free
         for sequence in islice(self.waiting, self._config.max_num_seqs - len(self.running)):
-            num_free -= -(-len(sequence.tokens) // self._config.kv_block_size)
+            num_new = len(sequence.tokens) - self._pool.num_matched(sequence.tokens)
+            num_free -= -(-num_new // self._config.kv_block_size)
             if num_free < 0:
                 break
-            pending.append(sequence.num_pending)
+            pending.append(num_new)
         prompts = [length for length in pending if length > 1]
         return min(sum(prompts), self._config.max_num_batched_tokens - (len(pending) - len(prompts)))
 

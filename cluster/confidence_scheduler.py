@@ -35,7 +35,8 @@ ROUND_SECONDS = 0.025
 """Reports of so long are answered together."""
 REPORT_SECONDS, SETTLED_SECONDS = 0.025, 0.2
 """Least time from a report to the next one, at first and at most. A report keeps the engine's process from its step for
-some milliseconds, so the time doubles while the answer's cap stays; it ends when others run or are drafted for."""
+some milliseconds, so the time doubles while the answer's cap stays; it ends when others run or are
+drafted for, and when prompts come or end."""
 IDLE_SECONDS = 0.5
 """An engine that has no news says so this often, to be known."""
 INTRODUCE_SECONDS = 5.0
@@ -130,9 +131,9 @@ class Rhythm:
         self._pause_seconds = min(2 * self._pause_seconds, SETTLED_SECONDS) if settled else REPORT_SECONDS
 
 
-def _audience(report: LoadReport) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Whom a lease is made for: all that run, and those with drafts to verify."""
-    return report.request_ids, drafting(report)
+def _audience(report: LoadReport) -> tuple[tuple[str, ...], frozenset[str], bool]:
+    """What a lease is made for: all that run, those with drafts to verify, and whether prompts are beside them."""
+    return report.request_ids, drafting(report), report.num_prefill_tokens > 0
 
 
 class Line:

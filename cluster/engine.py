@@ -280,6 +280,7 @@ class Engine:
             return
         chunks = plan.drafted
         known, passed = zip(*(_known_and_passed(c, outcomes[c.sequence.request_id]) for c in chunks), strict=True)
+        self._scheduler.learn(chunks, known, passed)
         self._calibrator.observe(
             Blocks(
                 confidences=draft.confidences.numpy(),

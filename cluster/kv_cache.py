@@ -11,7 +11,7 @@ heads, C head size.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -61,19 +61,25 @@ class BlockPool:
 
         At least one token is left over, since a forward pass needs a row to compute logits from.
         """
-        matched: list[int] = []
-        parent = _ROOT
-        for start in range(0, len(token_ids) - self.block_size, self.block_size):
-            block = self._block_of.get((parent, tuple(token_ids[start : start + self.block_size])))
-            if block is None:
-                break
-            matched.append(block)
-            parent = self._identity[block]
+        matched = list(self._cached_run(token_ids))
         for block in matched:
             if self._references[block] == 0:
                 del self._cached[block]
             self._references[block] += 1
         return matched
+
+    def num_matched(self, token_ids: Sequence[int]) -> int:
+        """Tokens that `match_prefix` would find. Nothing changes."""
+        return self.block_size * sum(1 for _ in self._cached_run(token_ids))
+
+    def _cached_run(self, token_ids: Sequence[int]) -> Iterator[int]:
+        parent = _ROOT
+        for start in range(0, len(token_ids) - self.block_size, self.block_size):
+            block = self._block_of.get((parent, tuple(token_ids[start : start + self.block_size])))
+            if block is None:
+                return
+            yield block
+            parent = self._identity[block]
 
     def grow(self, block_ids: list[int], num_tokens: int) -> bool:
         """Appends blocks until `block_ids` holds `num_tokens`. False, and nothing changed, when too few are free."""

@@ -1,7 +1,8 @@
 """The scheduler that every engine carries: leases from its own reports of two steps ago, by the fleet's own arithmetic.
 
 Knows running sequences, plans and the cost curve; knows no tensor, no drafted token and no clock. All that it decides
-about a step's size rests on reports that are REPORT_AGE_STEPS old; current survivals only rank (dspark.md section 5).
+about a step's size rests on reports that are REPORT_AGE_STEPS old, and on who and what is there to be computed; current
+survivals only rank (dspark.md section 5).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from cluster import budget, fleet, sla
-from cluster.batcher import Batcher, Plan, Sequence
+from cluster.batcher import Batcher, Chunk, Plan, Sequence
 from cluster.bypass import Returns, Round
 from cluster.config import EngineConfig
 from cluster.leases import Offer, Offers
@@ -39,9 +40,10 @@ PROBE_RATE = 0.5
 """The same for what a probe finds: there is one in so many steps."""
 SHARE_RATE = 0.05
 """How fast the share of decoding follows the steps: about twenty of them tell what newcomers have to expect."""
-YIELD_FADING, YIELD_PRIOR_TOKENS = 0.98, 50.0
+YIELD_PRIOR_TOKENS, YIELD_FADING, YIELD_FORGETTING = 50.0, 0.98, 0.999
 """Of the drafts that confidences say will pass, a few percent fewer do: those that look best are chosen. The budget
-learns how many, over about fifty drafted steps; where a batch just pays or doesn't, that decides."""
+learns how many, over about fifty drafted steps; where a batch just pays or doesn't, that decides. Undrafted steps
+forget it, over about a thousand, so that what was bad is tried again."""
 REPORT_AGE_STEPS = 2
 """The budget may only use confidences that are at least so old."""
 
@@ -64,8 +66,8 @@ class LocalScheduler:
         self._probe_after_steps = FIRST_PROBE_STEPS
         self._last_lease = UNLIMITED
         self._leased_mode: SchedulerMode = "bypass"
-        self._leased_for: tuple[list[Sequence], bool] = [], False
-        """Who decoded when the last lease was found, and whether prompts were computed beside them."""
+        self._leased_for: tuple[list[Sequence], int] = [], 0
+        """Who decoded when the last lease was found, and how many prompt rows there were beside them, in octaves."""
         self._num_steps_leased = 0
         self._offers = Offers()
         self._offer: Offer | None = None
@@ -136,11 +138,11 @@ class LocalScheduler:
             self._adopt(offer.share(len(batcher.running)), "lease", offer.report, offer)
         elif (
             self._num_steps_leased >= LEASE_STEPS
-            or self._leased_for != (decoding, num_prompt_rows > 0)
+            or self._leased_for != (decoding, num_prompt_rows.bit_length())
             or self._has_ended(now)
         ):
             self._search(self._curve, batcher, num_prompt_rows, offer)
-            self._leased_for, self._num_steps_leased = (decoding, num_prompt_rows > 0), 0
+            self._leased_for, self._num_steps_leased = (decoding, num_prompt_rows.bit_length()), 0
         if self._last_lease.cap == 0 and self._num_steps_undrafted >= self._probe_after_steps:
             return BudgetLease(cap=max(self._max_drafts, len(batcher.running))), self._leased_mode
         return self._last_lease, self._leased_mode
@@ -176,6 +178,8 @@ class LocalScheduler:
         """Learn from the confidences of these sequences' new blocks; there are none when the step drafts nothing."""
         if not sequences:
             self._num_steps_undrafted, self._num_steps_drafted = self._num_steps_undrafted + 1, 0
+            self._num_expected = _faded(self._num_expected, YIELD_FORGETTING)
+            self._num_passed = _faded(self._num_passed, YIELD_FORGETTING)
             return
         is_probe = self._num_steps_undrafted >= self._probe_after_steps
         self._num_steps_undrafted, self._num_steps_drafted = 0, self._num_steps_drafted + 1
@@ -198,10 +202,21 @@ class LocalScheduler:
         limits = [len(chunk.proposed) for chunk in chunks]
         if not chunks or (sum(limits) <= plan.max_drafts and not lease.price):
             return limits
-        survivals = np.cumprod([chunk.sequence.confidences for chunk in chunks], axis=1)
+        confidences = [chunk.sequence.confidences for chunk in chunks]
+        survivals = np.minimum(self._passing * np.cumprod(confidences, axis=1), 1.0)  # as reports have them
         needs = [self._needs.get(chunk.sequence.request_id, 0.0) for chunk in chunks]
         weights = [self._tiers[chunk.sequence.request.tier].weight for chunk in chunks] if any(needs) else 1.0
         return budget.admit(survivals, limits, replace(lease, cap=plan.max_drafts), needs, weights)
+
+    def learn(self, chunks: Seq[Chunk], num_known: Seq[int], num_passed: Seq[int]) -> None:
+        """From what became of a step's drafts, of which `num_known` say something: how many pass of those expected to.
+
+        It counts in the rows that are made at the next draft, so two steps after that at the earliest.
+        """
+        pairs = zip(chunks, num_known, strict=True)
+        expected = sum(sum(budget.survival(chunk.sequence.confidences[:known])) for chunk, known in pairs)
+        self._num_expected = _faded(self._num_expected, YIELD_FADING) + expected
+        self._num_passed = _faded(self._num_passed, YIELD_FADING) + sum(num_passed)
 
     def report(
         self, step: int, plan: Plan, batcher: Batcher, num_waiting: int, drafted: bool, now: float
@@ -223,23 +238,12 @@ class LocalScheduler:
             decode_share=self._decode_share(plan),
         )
         self._reports.append(report)
-        self._learn_yield(plan)
         decoded = [chunk for chunk in plan.chunks if chunk.num_rows == 1]
         drafts = tuple((chunk.sequence.draft_return, chunk.num_accepted) for chunk in decoded if chunk.proposed)
         num_tokens = sum(1 + chunk.num_accepted for chunk in decoded)
         if decoded:  # else nobody made tokens, and the rate at which they are made stays what it was
             self._returns.observe(Round(drafts, num_tokens, self._seconds_expected))
         return report
-
-    def _learn_yield(self, plan: Plan) -> None:
-        """From what became of a step's drafts; used from the next draft on, so two steps later at the earliest."""
-        admitted = [chunk for chunk in plan.drafted if chunk.num_admitted]
-        if not admitted:
-            return
-        expected = sum(sum(budget.survival(chunk.sequence.confidences[: chunk.num_admitted])) for chunk in admitted)
-        fresh = (1 - YIELD_FADING) * YIELD_PRIOR_TOKENS
-        self._num_expected = YIELD_FADING * self._num_expected + expected + fresh
-        self._num_passed = YIELD_FADING * self._num_passed + sum(chunk.num_accepted for chunk in admitted) + fresh
 
     def _decode_share(self, plan: Plan) -> float:
         """Of LoadReport, this step included."""
@@ -307,12 +311,17 @@ class LocalScheduler:
         rows = [s.expected_survival[:limit].ljust(size, b"\0") for s, limit in zip(sequences, limits, strict=True)]
         return b"".join(rows)
 
+    @property
+    def _passing(self) -> float:
+        """How many drafts pass, of each that confidences say will."""
+        return self._num_passed / self._num_expected
+
     def _newcomer(self) -> bytes:
         return self._encoded(self._expected_confidences)
 
     def _encoded(self, confidences: list[float]) -> bytes:
         """One row of a report."""
-        passing = self._num_passed / self._num_expected
+        passing = self._passing
         survivals = [min(passing * p, 1.0) for p in budget.survival(confidences)]
         return budget.encode_survival([survivals], self._max_drafts)
 
@@ -320,6 +329,11 @@ class LocalScheduler:
         speeds = [self._tiers[s.request.tier].min_tokens_per_second for s in running]
         seconds = [now - s.began_seconds if s.began_seconds else 0.0 for s in running]
         return sla.encode_paces(speeds, seconds, [max(s.num_output - s.began_output, 0) for s in running])
+
+
+def _faded(num_tokens: float, fading: float) -> float:
+    """What was counted counts less, down to the prior."""
+    return YIELD_PRIOR_TOKENS + fading * (num_tokens - YIELD_PRIOR_TOKENS)
 
 
 def _follow(expected: list[float], slot: int, seen: float, rate: float) -> None:

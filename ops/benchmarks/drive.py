@@ -121,18 +121,17 @@ class OwnClock:
         self._elapsed_seconds, self._resumed_seconds = self(), None
 
 
-def rounds(loops: Sequence[Iterator[None]], clocks: Sequence[OwnClock]) -> Iterator[None]:
-    """A step of each loop in turn, on its clock, until all have ended: what else the machine does meets all alike."""
+def turns(loops: Sequence[Iterator[None]], clocks: Sequence[OwnClock]) -> Iterator[None]:
+    """A step of a loop, on its clock, until all have ended: always of the one that has had least time, so that what
+    else the machine does meets all alike."""
     left = list(zip(loops, clocks, strict=True))
     while left:
-        left = [(loop, clock) for loop, clock in left if _step(loop, clock)]
+        loop, clock = min(left, key=lambda pair: pair[1]())
+        with clock:
+            ended = next(loop, loop) is not None
+        if ended:
+            left.remove((loop, clock))
         yield
-
-
-def _step(loop: Iterator[None], clock: OwnClock) -> bool:
-    """False when there was nothing left to do."""
-    with clock:
-        return next(loop, loop) is None
 
 
 def _advance(flights: dict[str, _Flight], item: Progress, now: float, measured: Measurement) -> None:

@@ -2,7 +2,7 @@
 
     python -m ops.benchmarks.sla --prompts gsm8k.jsonl mt_bench.jsonl --json ops/results/sla.json
 
-The closed loops of all policies take turns, a step each, on clocks that stand still meanwhile: what else the machine
+The closed loops of all policies take turns, step by step, on clocks that stand still meanwhile: what else the machine
 does meets all alike. Every `STRICT_EVERY`th request is of the strict tier; the same ones under each policy, with the
 same prompts. The promise is
 a number of tokens per second, or the speed that scheduling without promises gives all but 15% of the requests at
@@ -31,7 +31,7 @@ from cluster.shard import Shard
 from drafter.interface import Drafter
 from drafter.source import resolve_source
 from ops.benchmarks import report
-from ops.benchmarks.drive import Measurement, OwnClock, Progress, rounds, steps
+from ops.benchmarks.drive import Measurement, OwnClock, Progress, steps, turns
 from ops.benchmarks.engines import EngineBackend, end_token_ids, served_config
 from ops.benchmarks.prompts import load_datasets
 
@@ -122,7 +122,8 @@ def make_policies(
     def policy(drafter: Drafter | None, tiers: tuple[SlaTier, ...], **update: Any) -> Policy:
         settings, clock = config.model_copy(update=update), OwnClock()
         own = Shard(shard.decoder, drafter, settings)
-        return Policy(Engine(settings, own, curve if drafter else None, clock, tiers), clock)
+        scheduled = drafter is not None and settings.speculation == "scheduled"
+        return Policy(Engine(settings, own, curve if scheduled else None, clock, tiers), clock)
 
     def fixed(length: int) -> Policy:
         return policy(shard.drafter, unpromised, speculation="fixed", num_speculative_tokens=length)
@@ -148,7 +149,7 @@ def measure(policies: dict[str, Policy], sampling: SamplingParams, prompts: Prom
         for backend, record, clock in zip(backends, records, clocks, strict=True)
     ]
     with tqdm(total=len(prompts) * len(loops), desc=f"{concurrency} requests", unit="request") as bar:
-        for _ in rounds(loops, clocks):
+        for _ in turns(loops, clocks):
             bar.update(sum(backend.num_finished for backend in backends) - bar.n)
     for backend, record in zip(backends, records, strict=True):
         record.strict_speeds = [speed for name, speed in backend.speeds.items() if is_strict(name)]

@@ -2,7 +2,7 @@
 
     python -m ops.benchmarks.speedup --prompts gsm8k.jsonl humaneval.jsonl --temperature 1 0 --json speedup.json
 
-The three take turns, a step each, on clocks that stand still meanwhile: what else the machine does meets all three
+The three take turns, step by step, on clocks that stand still meanwhile: what else the machine does meets all three
 alike. docs/benchmarks.md says what is counted.
 """
 
@@ -24,7 +24,7 @@ from cluster.engine import Engine
 from cluster.messages import SamplingParams
 from drafter.source import resolve_source
 from ops.benchmarks import machine, report
-from ops.benchmarks.drive import Measurement, OwnClock, rounds, steps
+from ops.benchmarks.drive import Measurement, OwnClock, steps, turns
 from ops.benchmarks.engines import MODES, Bench, EngineBackend, end_token_ids, served_config
 from ops.benchmarks.prompts import Dataset, load_datasets
 
@@ -69,7 +69,7 @@ def measure_cell(
             steps(EngineBackend(engines[mode], sampling), batch, cell.concurrency, measured[mode][index], clock)
             for mode, clock in zip(MODES, clocks, strict=True)
         ]
-        for _ in rounds(loops, clocks):
+        for _ in turns(loops, clocks):
             pass
         bar.update()
     return measured

@@ -171,6 +171,14 @@ def test_blocks_all_return() -> None:
     assert pool.num_free == 64
 
 
+def test_cached_prompts_leave_no_rows() -> None:
+    batcher = make(enable_prefix_caching=True)
+    add(batcher, list(range(14)), max_tokens=30)
+    finish_step(batcher, batcher.plan(0))
+    add(batcher, list(range(14)), max_tokens=30)
+    assert batcher.num_prompt_rows == batcher.plan(0).num_prefill_tokens == 2
+
+
 @pytest.mark.parametrize("num_kv_blocks", [64, 17])
 def test_the_prompt_rows_of_a_step_are_known_before_it(num_kv_blocks: int) -> None:
     """Also where places or blocks are too few for all who wait; a single row counts as an anchor."""

@@ -61,12 +61,13 @@ def octal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return tiny_llama(tmp_path_factory.mktemp("octal"), VOCAB)
 
 
-def make(folder: Path, lockstep: bool = False) -> Engine:
-    """Its curve is what it is, and it goes on drafting however little that brings."""
+def make(folder: Path, lockstep: bool = False, learns: bool = False) -> Engine:
+    """Its curve is what it is, and unless it `learns` it goes on drafting however little that brings."""
     settings = {"data_parallel_size": 2} if lockstep else {}
     engine = make_engine(folder, telling_drafter(), curve(0.1), speculation="scheduled", **settings)
     engine._scheduler.refresh = lambda result: None  # type: ignore[method-assign]
-    engine._scheduler._learn_yield = lambda plan: None  # type: ignore[method-assign]
+    if not learns:
+        engine._scheduler.learn = lambda *_: None  # type: ignore[method-assign]
     return engine
 
 
@@ -147,17 +148,18 @@ GANG = (member("a", "gang", 0, 2, ()), member("b", "gang", 1, 2, ()))
 
 
 @pytest.mark.parametrize(
-    ("lockstep", "answer"),
+    ("lockstep", "learns", "answer"),
     [
-        (False, Fleet(members=ALONE)),
-        (True, Fleet(members=GANG)),
-        (False, adversary()),
-        (True, Fleet(members=GANG, killed_every=24)),
+        (False, False, Fleet(members=ALONE)),
+        (False, True, Fleet(members=ALONE)),
+        (True, False, Fleet(members=GANG)),
+        (False, False, adversary()),
+        (True, False, Fleet(members=GANG, killed_every=24)),
     ],
-    ids=["fleet", "lockstep group", "adversarial leases", "scheduler killed again and again"],
+    ids=["fleet", "learning", "lockstep group", "adversarial leases", "scheduler killed again and again"],
 )
-def test_the_answer_is_the_targets(octal: tuple[Path, Any], lockstep: bool, answer: Answer) -> None:
-    texts, modes = serve(make(octal[0], lockstep), answer)
+def test_the_answer_is_the_targets(octal: tuple[Path, Any], lockstep: bool, learns: bool, answer: Answer) -> None:
+    texts, modes = serve(make(octal[0], lockstep, learns), answer)
     assert {len(text) for text in texts} == {NUM_TOKENS}
     assert modes["lease"] > 0.3 * sum(modes.values()), modes
     if isinstance(answer, Fleet) and answer._killed_every:

@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from ops.benchmarks.drive import Measurement, OwnClock, Progress, drive, rounds, steps
+from ops.benchmarks.drive import Measurement, OwnClock, Progress, drive, steps, turns
 
 
 class Countdown:
@@ -61,7 +61,7 @@ def test_a_loop_that_takes_turns_is_measured_on_its_own_clock() -> None:
     assert taken == 6 and measured.seconds == 6.0
 
 
-def test_turns_are_a_step_each_and_clocks_stand_still_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_had_least_time_is_next_and_clocks_stand_still_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     now, order = 0.0, []
     monkeypatch.setattr("ops.benchmarks.drive.time.perf_counter", lambda: now)
 
@@ -81,7 +81,7 @@ def test_turns_are_a_step_each_and_clocks_stand_still_meanwhile(monkeypatch: pyt
         steps(Slow("a", 1.0), [(2,), (1,)], 1, measured[0], clocks[0]),
         steps(Slow("b", 10.0), [(1,)], 1, measured[1], clocks[1]),
     ]
-    for _ in rounds(loops, clocks):
+    for _ in turns(loops, clocks):
         now += 100.0
     assert order == ["a", "b", "a", "a"]
     assert [each.seconds for each in measured] == [clock() for clock in clocks] == [3.0, 10.0]
