@@ -35,8 +35,8 @@ ROUND_SECONDS = 0.025
 """Reports of so long are answered together."""
 REPORT_SECONDS, SETTLED_SECONDS = 0.025, 0.2
 """Least time from a report to the next one, at first and at most. A report keeps the engine's process from its step for
-some milliseconds, so the time doubles while the answer's cap stays; it ends when others run or are
-drafted for, and when prompts come or end."""
+some milliseconds, so the time doubles while the answer's cap stays; it ends when others run or are drafted for, and
+when prompts come or end."""
 IDLE_SECONDS = 0.5
 """An engine that has no news says so this often, to be known."""
 INTRODUCE_SECONDS = 5.0
