@@ -62,7 +62,7 @@ class LocalScheduler:
         self._curve = curve
         self._tiers = tiers
         self._reports: deque[LoadReport] = deque(maxlen=REPORT_AGE_STEPS)
-        self._num_steps_undrafted = self._num_steps_drafted = 0
+        self._num_steps_undrafted = self._num_steps_drafted = self._num_drafts_seen = 0
         self._probe_after_steps = FIRST_PROBE_STEPS
         self._last_lease = UNLIMITED
         self._leased_mode: SchedulerMode = "bypass"
@@ -187,7 +187,8 @@ class LocalScheduler:
             self._probe_after_steps = min(2 * self._probe_after_steps, LONGEST_PROBE_STEPS)
         elif self._num_steps_drafted >= FIRST_PROBE_STEPS:  # it pays again
             self._probe_after_steps = FIRST_PROBE_STEPS
-        rate = PROBE_RATE if is_probe else EXPECTATION_RATE
+        self._num_drafts_seen += 1
+        rate = max(PROBE_RATE if is_probe else EXPECTATION_RATE, 1 / self._num_drafts_seen)  # first, the plain mean
         for slot in range(num_slots):
             for sequence in sequences:
                 _follow(sequence.expected_confidences, slot, sequence.confidences[slot], rate)
