@@ -35,7 +35,7 @@ class Sequence:
     confidences: list[float] = field(default_factory=list)
     """The last known confidence of each slot of a block: what ADMIT ranks by."""
     expected_confidences: list[float] = field(default_factory=list)
-    """What its next block is expected to have: what the budget reckons with."""
+    """What its next block is expected to have, what the budget reckons with; empty before its first block."""
     expected_survival: bytes = b""
     """The same as a report has it (budget.encode_survival): made once for the many steps that leave it alone."""
     draft_return: Return = field(default_factory=Return)

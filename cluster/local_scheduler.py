@@ -62,6 +62,8 @@ class LocalScheduler:
         self._curve = curve
         self._tiers = tiers
         self._reports: deque[LoadReport] = deque(maxlen=REPORT_AGE_STEPS)
+        self._is_informed = False
+        """Whether some draft is as old as a report must be."""
         self._num_steps_undrafted = self._num_steps_drafted = self._num_drafts_seen = 0
         self._probe_after_steps = FIRST_PROBE_STEPS
         self._last_lease = UNLIMITED
@@ -79,13 +81,11 @@ class LocalScheduler:
         self._seconds_expected = 0.0
         self._prompts_expected = 0.0
         self._decode_seconds = self._prompts_seconds = 0.0
-        self._expected_confidences = [1.0] * max_drafts  # nothing is known yet: every slot gets its chance
+        self._expected_confidences = [1.0] * max_drafts
 
     def welcome(self, sequence: Sequence) -> None:
-        """A newcomer has no draft yet: it is expected to accept what others are accepting."""
+        """A newcomer has no draft yet: its slots rank as what others are expected to accept."""
         sequence.confidences = list(self._expected_confidences)
-        sequence.expected_confidences = list(self._expected_confidences)
-        sequence.expected_survival = self._encoded(self._expected_confidences)
 
     @property
     def curve(self) -> CostCurve | None:
@@ -125,8 +125,9 @@ class LocalScheduler:
             return PLAIN, "plain"
         if self._config.speculation == "fixed" or self._curve is None:
             return UNLIMITED, "fixed"
-        if len(self._reports) < REPORT_AGE_STEPS:
-            return UNLIMITED, "bypass"
+        self._is_informed |= len(self._reports) == REPORT_AGE_STEPS and self._reports[0].drafted
+        if not self._is_informed:
+            return UNLIMITED, "bypass"  # nothing is known yet: every slot gets its chance
         self._num_steps_leased += 1
         num_prompt_rows = batcher.num_prompt_rows
         decoding = [sequence for sequence in batcher.running if sequence.num_pending == 1]
@@ -188,6 +189,9 @@ class LocalScheduler:
         elif self._num_steps_drafted >= FIRST_PROBE_STEPS:  # it pays again
             self._probe_after_steps = FIRST_PROBE_STEPS
         self._num_drafts_seen += 1
+        for sequence in sequences:
+            if not sequence.expected_survival:
+                sequence.expected_confidences = list(self._expected_confidences)
         rate = max(PROBE_RATE if is_probe else EXPECTATION_RATE, 1 / self._num_drafts_seen)  # first, the plain mean
         for slot in range(num_slots):
             for sequence in sequences:
@@ -309,12 +313,12 @@ class LocalScheduler:
 
     def _survivals(self, sequences: Seq[Sequence], batcher: Batcher) -> bytes:
         """Rows of a report."""
-        # None inside a prompt, none for whom drafting doesn't pay.
+        # None inside a prompt, none for whom drafting doesn't pay. Who was never drafted for will do as others do.
         drafted = [s.num_pending == 1 and s.draft_return.expected for s in sequences]
         limits = [batcher.draft_limit(s) if yes else 0 for s, yes in zip(sequences, drafted, strict=True)]
         size = self._max_drafts
-        rows = [s.expected_survival[:limit].ljust(size, b"\0") for s, limit in zip(sequences, limits, strict=True)]
-        return b"".join(rows)
+        expected = [s.expected_survival or self._newcomer() for s in sequences]
+        return b"".join(row[:limit].ljust(size, b"\0") for row, limit in zip(expected, limits, strict=True))
 
     def _draft_room(self, batcher: Batcher) -> int:
         """Of the next step."""

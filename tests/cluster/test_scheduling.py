@@ -70,13 +70,13 @@ def test_the_cap_follows_the_curve_and_survivals_rank(tiny: tuple[Path, Any]) ->
     engine = scheduled(tiny[0], random_drafter(VOCAB), curve(0.1))
     engine._scheduler.learn = lambda *_: None  # type: ignore[method-assign]
     outputs = run(engine, [request(p, max_tokens=40) for p in prompts(8)])
-    optimistic = next(step for step in outputs.steps if step.report.drafted)
-    drafted = [r for r in optimistic.rounds if r.num_proposed]
-    assert drafted and all(r.num_verified == r.num_proposed for r in drafted), "nothing is known yet: all get a chance"
-    local = [step for step in outputs.steps if step.step > optimistic.step + 2 and len(step.rounds) == 8]
+    first = next(step.step for step in outputs.steps if step.report.drafted)
+    for step in outputs.steps[first : first + 2]:
+        assert all(r.num_verified == r.num_proposed for r in step.rounds), "nothing is known yet: all get their chance"
+    local = [step for step in outputs.steps[first + 2 :] if len(step.rounds) == 8]
     assert len(local) > 10
     assert {step.mode for step in local} == {"local"}
-    assert len({step.cap for step in local}) == 1, "the first drafts say what to expect of the next, at once"
+    assert {step.cap for step in local[:10]} == {8}, "the first drafts say what to expect of the next, at once"
     for step in local:
         lengths = [r.num_verified for r in step.rounds]
         assert sum(lengths) <= step.cap < 32
@@ -175,7 +175,8 @@ def test_a_report_says_what_is_expected_now(tiny: tuple[Path, Any]) -> None:
             running = engine._batcher.running
             drafted = [s.num_pending == 1 and s.draft_return.expected for s in running]
             limits = [engine._batcher.draft_limit(s) if yes else 0 for s, yes in zip(running, drafted, strict=True)]
-            expected = [s.expected_confidences[:limit] for s, limit in zip(running, limits, strict=True)]
+            others = engine._scheduler._expected_confidences  # who was never drafted for will do as others do
+            expected = [(s.expected_confidences or others)[:limit] for s, limit in zip(running, limits, strict=True)]
             rows = np.frombuffer(engine.last_report.survival, np.uint8).reshape(len(running), -1)
             told = np.frombuffer(encode_survival(list(map(survival, expected)), engine.max_drafts), np.uint8)
             assert rows.tobytes() == told.tobytes()
@@ -230,7 +231,7 @@ def test_a_newcomer_is_expected_to_accept_what_others_do(tiny: tuple[Path, Any])
     engine.add(request([5, 6], max_tokens=6))
     engine.step()
     [newcomer] = engine._batcher.running
-    assert newcomer.expected_confidences[0] < 0.85  # 1 at first, .7 in the end; what is not drafted teaches nothing
+    assert newcomer.confidences[0] < 0.85  # 1 at first, .7 in the end; what is not drafted teaches nothing
     assert sum(r.num_verified for r in result.rounds) == 0
 
 
@@ -275,8 +276,8 @@ def test_the_measured_curve_is_kept_and_found_again(tiny: tuple[Path, Any], tmp_
     other = profiler.cost_curve(config.model_copy(update={"num_threads": 7}), shard)
     assert len(drafter.seen) > drafts, "a curve of another engine is not used"
     assert other.provenance.num_threads == 7
-    larger = profiler.cost_curve(config.model_copy(update={"num_threads": 7, "max_num_seqs": 32}), shard)
-    assert larger.draft_requests[-1] > other.draft_requests[-1], "nor one that ends before the engine's largest steps"
+    smaller = profiler.cost_curve(config.model_copy(update={"num_threads": 7, "max_num_seqs": 4}), shard)
+    assert smaller.draft_requests[-1] < other.draft_requests[-1], "nor one that was measured for other sizes"
     with pytest.raises(ValueError, match="max_model_len is 16; scheduling this drafter needs 21"):
         profiler.measure(shard, config.model_copy(update={"max_model_len": 16}))
 
