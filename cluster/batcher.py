@@ -232,11 +232,14 @@ class Batcher:
         some_enter = self.waiting and len(self.running) < self._config.max_num_seqs
         return num_rows // 2 if some_enter or num_anchors < len(self.running) else num_rows
 
-    def plan(self, cap: int) -> Plan:
-        """The next step: anchors first, then at most `cap` drafts, then prompts in what is left of the row budget."""
+    def plan(self, cap: int, depth: int = 2**31) -> Plan:
+        """The next step: anchors first, then at most `cap` drafts, then prompts in what is left of the row budget.
+
+        depth: most drafts of one request.
+        """
         plan = Plan([])
         self._plan_anchors(plan)
-        self._plan_drafts(plan, min(cap, self.draft_room(len(plan.chunks))))
+        self._plan_drafts(plan, min(cap, self.draft_room(len(plan.chunks))), depth)
         budget = self._config.max_num_batched_tokens - len(plan.chunks) - plan.max_drafts
         budget -= self._plan_prefills(plan, budget)
         self._admit_waiting(plan, budget)
@@ -265,13 +268,13 @@ class Batcher:
             else:
                 plan.chunks.append(Chunk(sequence, 1))
 
-    def _plan_drafts(self, plan: Plan, room: int) -> None:
+    def _plan_drafts(self, plan: Plan, room: int, depth: int) -> None:
         """Reserve blocks for drafts, never by preempting. Who gets the rows of `room` is for ADMIT to say."""
         for chunk in plan.chunks:
             # The prompt's own token is no verify round, not even where the prompt's last chunk is a single row.
             sequence = chunk.sequence
             wanted = sequence.num_output and not sequence.draft_return.left_out
-            limit = min(self.draft_limit(sequence), room) if wanted else 0
+            limit = min(self.draft_limit(sequence), room, depth) if wanted else 0
             length = len(sequence.tokens)
             # Without blocks for all of them, the free slots of the last block remain.
             if limit and not self._pool.grow(sequence.block_ids, length + limit):

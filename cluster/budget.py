@@ -114,12 +114,7 @@ def admit(
     num_requests = len(np.asarray(limits))
     if not num_requests:
         return []  # nothing was drafted: a lease outlives the drafts that it was made for
-    values = np.asarray(survival, dtype=np.float64)
-    if np.any(needs):
-        needs, weights = (np.broadcast_to(np.asarray(x, dtype=np.float64), num_requests) for x in (needs, weights))
-        values = slot_values(values, needs, weights)
-    # Rounding must not let a later slot beat an earlier one of its request.
-    ordered = np.minimum.accumulate(values, axis=1)
+    ordered = _values(survival, needs, weights)
     allowed = np.arange(ordered.shape[1]) < np.asarray(limits, dtype=np.int64)[:, None]
     eligible = allowed & (ordered >= lease.price)
     lengths = eligible.sum(axis=1)
@@ -129,6 +124,25 @@ def admit(
         best = np.argsort(ranks, kind="stable")[: max(lease.cap, 0)]
         lengths = np.bincount(best % num_requests, minlength=num_requests)
     return [int(length) for length in lengths]
+
+
+def depth(survival: ArrayLike, lease: BudgetLease, needs: ArrayLike = 0.0, weights: ArrayLike = 1.0) -> int:
+    """How many slots of each request to draft: those that `admit` would take some of, and one for a surprise.
+
+    survival [R][G] of a report, so two steps old; needs and weights as in `admit`. Each slot makes a draft pass longer.
+    """
+    values = _values(survival, needs, weights)
+    return min(int(np.count_nonzero((values >= lease.price).any(axis=0))) + 1, values.shape[1])
+
+
+def _values(survival: ArrayLike, needs: ArrayLike, weights: ArrayLike) -> Array:
+    """[R, G] what each slot is worth."""
+    values = np.asarray(survival, dtype=np.float64)
+    if np.any(needs):
+        needs, weights = (np.broadcast_to(np.asarray(x, dtype=np.float64), len(values)) for x in (needs, weights))
+        values = slot_values(values, needs, weights)
+    # Rounding must not let a later slot beat an earlier one of its request.
+    return np.asarray(np.minimum.accumulate(values, axis=1))
 
 
 def algorithm_1(survival: Sequence[Sequence[float]], steps_per_second: Callable[[int], float]) -> list[int]:

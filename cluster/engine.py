@@ -172,7 +172,7 @@ class Engine:
         aborted = self._receive()
         lease, mode = self._scheduler.lease(self._batcher, started)
         lease_age = self._scheduler.lease_age(started)
-        plan = self._batcher.plan(lease.cap)
+        plan = self._batcher.plan(lease.cap, lease.depth)
         rows = verifier.sampling_rows([chunk.sequence for chunk in plan.anchored], self._num_steps)
 
         draft_started = self.clock()

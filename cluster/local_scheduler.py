@@ -12,9 +12,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from cluster import budget, fleet, sla
 from cluster.batcher import Batcher, Chunk, Plan, Sequence
+from cluster.budget import LEVELS, survival_levels
 from cluster.bypass import Returns, Round
 from cluster.config import EngineConfig
 from cluster.leases import Offer, Offers
@@ -161,8 +163,16 @@ class LocalScheduler:
             self._adopt(lease, "local", report)
 
     def _adopt(self, lease: BudgetLease, mode: SchedulerMode, report: LoadReport, offer: Offer | None = None) -> None:
-        self._last_lease, self._leased_mode, self._offer = lease, mode, offer
         self._needs = sla.needs_by_request(report, lease.floors)
+        if lease.cap and lease.price:
+            promised = self._promised(report.request_ids, report.tiers)
+            lease = replace(lease, depth=budget.depth(survival_levels(report) / LEVELS, lease, *promised))
+        self._last_lease, self._leased_mode, self._offer = lease, mode, offer
+
+    def _promised(self, request_ids: Seq[str], tiers: Seq[int]) -> tuple[list[float], ArrayLike]:
+        """Needs and weights of these requests, as `budget.slot_values` takes them."""
+        needs = [self._needs.get(name, 0.0) for name in request_ids]
+        return needs, [self._tiers[tier].weight for tier in tiers] if any(needs) else 1.0
 
     def _has_ended(self, now: float) -> bool:
         return self._offer is not None and now >= self._offer.ends_seconds
@@ -209,9 +219,9 @@ class LocalScheduler:
             return limits
         confidences = [chunk.sequence.confidences for chunk in chunks]
         survivals = np.minimum(self._passing * np.cumprod(confidences, axis=1), 1.0)  # as reports have them
-        needs = [self._needs.get(chunk.sequence.request_id, 0.0) for chunk in chunks]
-        weights = [self._tiers[chunk.sequence.request.tier].weight for chunk in chunks] if any(needs) else 1.0
-        return budget.admit(survivals, limits, replace(lease, cap=plan.max_drafts), needs, weights)
+        requests = [chunk.sequence.request for chunk in chunks]
+        promised = self._promised([r.request_id for r in requests], [r.tier for r in requests])
+        return budget.admit(survivals, limits, replace(lease, cap=plan.max_drafts), *promised)
 
     def learn(self, chunks: Seq[Chunk], num_known: Seq[int], num_passed: Seq[int]) -> None:
         """From what became of a step's drafts, of which `num_known` say something: how many pass of those expected to.

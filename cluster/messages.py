@@ -191,6 +191,8 @@ class BudgetLease:
 
     cap: int
     """Most draft tokens in a step."""
+    depth: int = 2**31
+    """Most drafts of one request, where that makes the draft pass shorter."""
     price: float = 0.0
     """Least value worth verifying: a slot's survival, times its tier's weight as far as the promised speed needs it."""
     padded_tokens: int = 0

@@ -15,6 +15,7 @@ from cluster.budget import (
     MIN_GAIN,
     admit,
     algorithm_1,
+    depth,
     encode_survival,
     everything_admitted,
     survival_levels,
@@ -259,6 +260,17 @@ def test_a_large_engine_is_decided_in_well_under_a_step() -> None:
     curve = curve_of([20.0 + 0.3 * n for n in range(2048)])
     lease = lease_for(report_of([tuple(row) for row in survival.tolist()]), curve)
     assert sum(admit(survival, [7] * 256, lease)) == lease.cap > 0
+
+
+@UNTIMED
+@given(blocks, st.floats(0.0, 2.0), st.sampled_from([0.0, 1.5, 3.0]), st.floats(1.0, 8.0))
+def test_what_is_drafted_is_one_slot_more_than_would_be_admitted(
+    confidences: list[list[float]], price: float, need: float, weight: float
+) -> None:
+    survivals = np.cumprod(confidences, axis=1)
+    lease = BudgetLease(cap=2**31, price=price)
+    lengths = admit(survivals, [5] * len(survivals), lease, need, weight)
+    assert depth(survivals, lease, need, weight) == min(max(lengths) + 1, 5)
 
 
 def test_nothing_drafted_admits_nothing() -> None:

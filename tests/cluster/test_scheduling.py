@@ -81,6 +81,8 @@ def test_the_cap_follows_the_curve_and_survivals_rank(tiny: tuple[Path, Any]) ->
         lengths = [r.num_verified for r in step.rounds]
         assert sum(lengths) <= step.cap < 32
         assert max(lengths) - min(lengths) <= 1, "equal survivals share the cap evenly"
+        assert max(r.num_proposed for r in step.rounds) <= 2, "one slot deeper than those that are worth it"
+    assert {r.num_proposed for r in local[0].rounds} == {2}
 
 
 def test_time_that_goes_to_prompts_is_no_time_to_decode(tiny: tuple[Path, Any]) -> None:
@@ -192,7 +194,7 @@ def test_the_budget_learns_what_drafts_yield_and_forgets_it_where_there_are_none
     for _ in range(4):
         engine.step()
     [sequence] = engine._batcher.running
-    drafted = SimpleNamespace(confidences=[0.8, 0.5, 0.5, 0.5], request_id="x")
+    drafted = SimpleNamespace(confidences=[0.8, 0.5, 0.5, 0.5], request=SimpleNamespace(request_id="x", tier=0))
     chunk: Any = SimpleNamespace(sequence=drafted, proposed=[7, 7, 7, 7])
     for _ in range(400):
         scheduler.learn([chunk] * 10, [2] * 10, [1, 1, 1, 1, 1, 1, 1, 1, 1, 0])  # of 1.2 expected each
