@@ -49,7 +49,8 @@ class Response:
 def read_prompts(path: Path) -> list[Prompt]:
     """Prompts of a JSONL file of {"turns": [...], "domain"?: ...}. Raises ValueError naming the line."""
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    # Not splitlines(): JSON allows U+2028 and others of its line ends inside a string.
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:
