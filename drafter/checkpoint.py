@@ -111,8 +111,8 @@ def read_config(folder: Path) -> DrafterConfig:
     if family is None:
         names = ", ".join(_ARCHITECTURES.values())
         raise ValueError(f"{path}: architectures is {architectures}, expected one of {names}")
+    check_layers(path, values)
     try:
-        rope_theta = values.get("rope_theta") or values["rope_parameters"]["rope_theta"]
         return DrafterConfig(
             family=family,
             hidden_size=values["hidden_size"],
@@ -132,11 +132,24 @@ def read_config(folder: Path) -> DrafterConfig:
             # The public loaders default these two to false; we always write them.
             enable_confidence_head=values.get("enable_confidence_head", False),
             rms_norm_eps=values["rms_norm_eps"],
-            rope_theta=rope_theta,
+            rope_theta=values.get("rope_theta") or values["rope_parameters"]["rope_theta"],
             max_position_embeddings=values["max_position_embeddings"],
         )
     except KeyError as error:
         raise ValueError(f"{path}: the key {error.args[0]!r} is missing") from None
+
+
+def check_layers(path: Path, layer: dict[str, Any]) -> None:
+    """ValueError naming what a transformer's settings ask for and ours doesn't do, where no tensor would tell."""
+    if layer.get("attention_bias"):
+        raise ValueError(f"{path}: attention_bias is not supported")
+    if set(layer.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+        raise ValueError(f"{path}: layer_types other than full_attention are not supported")
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = layer.get(key) or {}
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind != "default":
+            raise ValueError(f"{path}: {key} of type {kind!r} is not supported, only 'default'")
 
 
 def read_sts_temperatures(folder: Path) -> list[float] | None:

@@ -83,6 +83,23 @@ def test_missing_and_foreign_folders_are_refused(tmp_path: Path) -> None:
         load_drafter(tmp_path, *weights)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}}, "type 'yarn'"),
+    ],
+)
+def test_what_no_tensor_tells_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    model = random_drafter(drafter_config())
+    save_checkpoint(model, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ValueError, match=message):
+        load_drafter(tmp_path, *target_weights(model))
+
+
 def test_sts_temperatures_scale_the_confidence(tmp_path: Path) -> None:
     model = random_drafter(drafter_config())
     save_checkpoint(model, tmp_path, dtype=torch.float32)

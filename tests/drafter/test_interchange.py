@@ -64,6 +64,7 @@ def test_a_reduced_vocabulary_gets_its_second_map(tmp_path: Path) -> None:
         (("topk_context",), 64, "topk_context"),
         (("transformer_layer_config", "attention_bias"), True, "attention_bias"),
         (("transformer_layer_config", "layer_types"), ["sliding_attention"] * 2, "layer_types"),
+        (("transformer_layer_config", "rope_scaling"), {"rope_type": "yarn", "factor": 4.0}, "rope_scaling"),
         (("transformer_layer_config", "hidden_size"), None, "'hidden_size' is missing"),
         (("aux_hidden_state_layer_ids",), [0, 2], "target_layer_ids"),
         (("markov_rank",), 9, "markov_head"),
