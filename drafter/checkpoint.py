@@ -63,7 +63,7 @@ def confidence_weights(folder: Path) -> tuple[Tensor, float]:
 
 
 def replace_confidence(folder: Path, weight: Tensor, bias: float) -> None:
-    """Give a saved checkpoint another confidence head, weight [D + r]: any loader of the format has it then."""
+    """Give a saved checkpoint another confidence head, weight [D + r], not calibrated: any loader has it then."""
     tensors = load_file(folder / "model.safetensors")
     old = tensors[_CONFIDENCE_WEIGHT]
     tensors[_CONFIDENCE_WEIGHT] = weight[None].to(old.dtype)
@@ -162,11 +162,15 @@ def read_sts_temperatures(folder: Path) -> list[float] | None:
 
 
 def write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
-    """model.safetensors of a checkpoint folder, as a whole or not at all."""
+    """model.safetensors of a checkpoint folder, as a whole or not at all; a calibration found there goes.
+
+    It was fitted to the weights of before. Whoever has one for these writes it afterwards.
+    """
     path = folder / "model.safetensors"
     partial = folder / "model.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.chmod(0o644)  # safetensors writes files that only their owner can read
+    (folder / "calibration.json").unlink(missing_ok=True)  # first: at no moment do both lie there
     partial.replace(path)
 
 

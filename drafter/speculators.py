@@ -138,6 +138,7 @@ def _flat_config(path: Path, values: dict[str, Any], num_target_layers: int) -> 
 
 def _copy_beside(folder: Path, output: Path) -> None:
     for name in _BESIDE:
+        (output / name).unlink(missing_ok=True)  # another drafter's
         if (folder / name).is_file():
             shutil.copyfile(folder / name, output / name)
 
