@@ -29,7 +29,7 @@ from drafter.checkpoint import (
 )
 from drafter.config import DrafterConfig
 from drafter.data import write_json
-from drafter.source import resolve_source
+from drafter.source import public_name, resolve_source
 
 _BESIDE = ("calibration.json", "provenance.json")
 _HEAD_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
@@ -160,5 +160,5 @@ def run(arguments: argparse.Namespace) -> None:
         import_speculators(arguments.drafter, arguments.output, target["num_hidden_layers"])
         tqdm.write(f"{arguments.output}: {ARCHITECTURE}, as `--drafter` and drafter_source take it")
     else:
-        export_speculators(arguments.drafter, arguments.output, arguments.target)
+        export_speculators(arguments.drafter, arguments.output, public_name(arguments.target))
         tqdm.write(f"{arguments.output}: speculators format")
