@@ -137,9 +137,7 @@ class Laboratory:
         arguments = self._arguments
         conversations = self.conversations()
         settings = (arguments.temperature, arguments.max_new_tokens, arguments.seed, tree_nodes)
-        prompts = [(conversation.dataset, conversation.prompt_ids) for conversation in conversations]
-        digest = hashlib.sha256(repr((settings, prompts)).encode()).hexdigest()[:12]
-        path = self._folder(arm) / f"rounds-{digest}.pt"
+        path = self._folder(arm) / f"rounds-{_digest(settings, conversations)}.pt"
         if path.exists():
             return Record(conversations, Rounds(*torch.load(path, weights_only=True)))
         tqdm.write(f"decoding with {arm.name}" + (f", trees of {tree_nodes}" if tree_nodes else ""))
@@ -156,16 +154,18 @@ class Laboratory:
         arguments = self._arguments
         if arguments.calibration_prompts is None:
             raise ValueError("--calibration-prompts: this experiment calibrates, and needs prompts nobody trained on")
-        folder = self._folder(arm) / "calibrated"
+        chosen = {
+            "prompts": [arguments.calibration_prompts],
+            "exclude": arguments.responses,
+            "limit": arguments.calibration_limit,
+        }
+        options = argparse.Namespace(**{**vars(arguments), **chosen})
+        settings = (arguments.temperature, arguments.max_new_tokens)
+        digest = _digest(settings, choose_conversations(self.target, options))
+        options.drafter = folder = self._folder(arm) / f"calibrated-{digest}"
         if not (folder / "calibration.json").exists():
             shutil.copytree(self._folder(arm) / "checkpoint", folder, dirs_exist_ok=True)
-            options = {
-                "drafter": folder,
-                "prompts": [arguments.calibration_prompts],
-                "exclude": arguments.responses,
-                "limit": arguments.calibration_limit,
-            }
-            calibrate(self.target, argparse.Namespace(**{**vars(arguments), **options}))
+            calibrate(self.target, options)
         target = self.target
         drafter = load_drafter(folder, target.embed_weight_VD, target.lm_head_weight_VD, dtype=target.dtype)
         assert isinstance(drafter, DSpark)
@@ -242,3 +242,9 @@ class Laboratory:
             return Rollout(self.target, drafter, *lengths, seed=arguments.seed)
         assert isinstance(drafter, DSpark)
         return TreeRollout(self.target, drafter, *lengths, tree_nodes, seed=arguments.seed)
+
+
+def _digest(settings: tuple[object, ...], conversations: Sequence[Conversation]) -> str:
+    """Names what was decoded, and how."""
+    prompts = [(conversation.dataset, conversation.prompt_ids) for conversation in conversations]
+    return hashlib.sha256(repr((settings, prompts)).encode()).hexdigest()[:12]

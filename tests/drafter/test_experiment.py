@@ -73,6 +73,25 @@ def test_an_arm_is_trained_and_decoded_once(
         assert again.rounds.confidence_logits.shape[1] == 3
 
 
+def test_an_arm_is_calibrated_once_for_each_way_to_do_it(
+    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("laboratory", "calibration"):
+        monkeypatch.setattr(f"drafter.{module}.choose_conversations", lambda _, chosen: CONVERSATIONS[: chosen.limit])
+    arm = Arm("dspark", layers=1, block_size=3)
+    laboratory.train([arm])
+    found: dict[Path, int] = {}
+    for option, value in ((None, None), ("temperature", 0.5), ("max_new_tokens", 6), ("calibration_limit", 10)):
+        if option:
+            setattr(laboratory._arguments, option, value)
+        laboratory.calibrated(arm)
+        files = {path: path.stat().st_mtime_ns for path in laboratory._folder(arm).glob("calibrated*/calibration.json")}
+        assert len(files) == len(found) + 1 and found.items() <= files.items(), option
+        found = files
+        laboratory.calibrated(arm)  # again: nothing is done
+        assert found == {path: path.stat().st_mtime_ns for path in found}
+
+
 def test_drafters_of_other_settings_are_not_taken_for_these(
     laboratory: Laboratory, tiny_target: Target, tiny_responses: list[Response], tmp_path: Path
 ) -> None:
