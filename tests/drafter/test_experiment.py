@@ -173,6 +173,15 @@ def test_gains_are_paired_over_prompts() -> None:
     assert per_set.dataset == "set1" and per_set.percent == pytest.approx(100)
 
 
+def test_data_sets_are_resampled_independently() -> None:
+    """Of two sets that hold the same, the mean varies less than each of them."""
+    torch.manual_seed(0)
+    same = record(torch.randint(1, 5, (6, 3)).repeat_interleave(2, dim=0))
+    single, macro = scores("a", same)[0], macro_score("a", same)
+    assert macro.accepted_length == pytest.approx(single.accepted_length)
+    assert macro.high - macro.low == pytest.approx((single.high - single.low) / 2**0.5, rel=0.1)
+
+
 def test_the_interval_covers_what_it_should() -> None:
     torch.manual_seed(0)
     hits = 0
