@@ -24,7 +24,7 @@ from drafter.baselines.ngram import NgramDrafter
 from drafter.calibration import calibrate
 from drafter.checkpoint import load_drafter
 from drafter.config import TrainConfig
-from drafter.data import read_responses, write_json
+from drafter.data import write_json
 from drafter.dspark import DSpark
 from drafter.initial import initial_drafter
 from drafter.interface import Drafter
@@ -81,9 +81,7 @@ class Laboratory:
         self._ranks = ranks
         self.slots = max(1, int(BASE_SLOTS * arguments.budget))
         self._arguments = arguments
-        self._responses = trainable(read_responses(arguments.responses), TrainConfig().max_length)
-        if not self._responses:
-            raise ValueError(f"--responses: {arguments.responses} holds nothing to train on")
+        self._responses = trainable(arguments.responses, TrainConfig().max_length, ranks)
         self._root: Path = arguments.runs / f"{self.slots}-slots"
         with ranks.leader_first():
             self._claim_root()

@@ -207,7 +207,7 @@ def run(arguments: argparse.Namespace) -> None:
                 arguments.output.mkdir(parents=True, exist_ok=True)
                 if arguments.responses is None:
                     _answer(arguments, path)
-        responses = trainable(read_responses(path), config.max_length)
+        responses = trainable(path, config.max_length, ranks)
         target = Target.load(arguments.target)
         with ranks.leader_first():
             model = _first_model(arguments, preset, responses, target)
@@ -255,17 +255,23 @@ def _answer(arguments: argparse.Namespace, path: Path) -> None:
     synthesize.run(parser.parse_args([*command, "--max-length", str(arguments.max_length)]))
 
 
-def trainable(responses: list[Response], max_length: int) -> list[Response]:
-    """Those with an anchor that are not too long."""
-    return [
-        response
-        for response in responses
-        if len(response.token_ids) <= max_length and any(end - start > 1 for start, end in response.response_spans)
-    ]
+def trainable(path: Path, max_length: int, ranks: Ranks) -> list[Response]:
+    """The responses of a file that are not too long and have an anchor. Raises ValueError where none is left."""
+    responses = read_responses(path)
+    short = [response for response in responses if len(response.token_ids) <= max_length]
+    left_out = f"{len(responses) - len(short)} of {len(responses)} responses are longer than {max_length} tokens"
+    chosen = [response for response in short if any(end - start > 1 for start, end in response.response_spans)]
+    if not chosen:
+        raise ValueError(f"{path} holds nothing to train on: {left_out}, and no other has an answer of two tokens")
+    if ranks.is_leader and len(short) < len(responses):
+        tqdm.write(f"{path}: {left_out} and left out")
+    return chosen
 
 
 def run_vocabulary(folder: Path, size: int, responses: list[Response], target: Target) -> Tensor:
     """The draft vocabulary of the run in `folder`, fixed by its first start: later ones may count other responses."""
+    if not 0 < size <= target.config.vocab_size:
+        raise ValueError(f"--draft-vocabulary must lie in 1..{target.config.vocab_size}, got {size}")
     path = folder / "draft_vocabulary.pt"
     if not path.exists():
         ids, coverage = draft_vocabulary(responses, size, target.end_token_ids)
