@@ -5,6 +5,7 @@ Knows JSON lines, shuffling and the draft vocabulary; knows nothing of models.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import random
@@ -114,6 +115,14 @@ def read_responses(path: Path) -> list[Response]:
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}, line {number}: not a response ({error})") from error
     return responses
+
+
+def fingerprint(responses: Iterable[Response]) -> str:
+    """Tells whether two runs learn from the same: tokens, and which of them the target wrote."""
+    digest = hashlib.sha256()
+    for response in responses:
+        digest.update(repr((response.token_ids, response.response_spans)).encode())
+    return digest.hexdigest()
 
 
 def _parse_response(entry: dict[str, object]) -> Response:

@@ -222,8 +222,8 @@ class Laboratory:
         torch.manual_seed(arguments.seed)
         shape = preset_config(preset, self.target, len(vocabulary), arguments.mask_token_id)
         model = initial_drafter(self.target, shape, vocabulary)
-        trainer = Trainer(model, self._features(model.target_layer_ids), self._responses, config, self._ranks)
-        finish(trainer, folder, arguments.target, SAVE_MINUTES)
+        features, origin = self._features(model.target_layer_ids), {"target": arguments.target}
+        finish(Trainer(model, features, self._responses, config, self._ranks, origin), folder, SAVE_MINUTES)
 
     def _features(self, layers: tuple[int, ...]) -> FeatureMemory:
         """Shared by arms that read the same layers, so that only the first of them needs the target."""

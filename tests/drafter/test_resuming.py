@@ -1,8 +1,9 @@
-"""`train` as a command: what a refusal leaves behind for the next try."""
+"""`train` as a command: what a run may go on with, and what one refusal leaves behind for the next try."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,82 @@ def train(target: Path, output: Path, *options: str) -> dict[str, Any]:
         main()
     facts: dict[str, Any] = json.loads((output / "checkpoint" / "provenance.json").read_text())
     return facts
+
+
+def test_a_run_goes_on_only_as_it_began(chat_model: Path, tmp_path: Path, responses: Path) -> None:
+    data, output = ("--responses", str(responses)), tmp_path / "run"
+    begun = train(chat_model, output, *data, *SHAPE, "--slots", "400")
+    other_target = shutil.copytree(chat_model, tmp_path / "other-target")
+    for target, changes, message in (
+        (chat_model, ["--seed", "1"], "seed 0"),
+        (chat_model, ["--learning-rate", "0.1", "--muon-learning-rate", "0.1"], "learning_rate 0.002, muon_learning"),
+        (chat_model, ["--mask-token-id", "1"], "mask_token_id 0"),
+        (chat_model, ["--block-size", "4"], "block_size 3"),
+        (chat_model, ["--layers", "2"], "num_hidden_layers 1"),
+        (other_target, [], f"target {chat_model}"),
+    ):
+        with pytest.raises(SystemExit, match=rf"the run in \S*run is one of {message}.*; use another folder"):
+            train(target, output, *data, *SHAPE, "--slots", "800", *changes)
+    written = responses.read_text()
+    responses.write_text(line(99) + "".join(written.splitlines(keepends=True)[1:]))
+    with pytest.raises(SystemExit, match="is one of other responses"):
+        train(chat_model, output, *data, *SHAPE, "--slots", "800")
+
+    responses.write_text(written + line(8) + line(9))  # as `synthesize` goes on
+    more = train(chat_model, output, *data, *SHAPE, "--slots", "800", "--gradient-accumulation-steps", "2")
+    assert more["slots"] > begun["slots"] and (begun["responses"], more["responses"]) == (8, 10)
+
+
+def test_a_state_that_notes_no_settings_goes_on(chat_model: Path, tmp_path: Path, responses: Path) -> None:
+    """As earlier versions wrote it."""
+    data = ("--responses", str(responses))
+    begun = train(chat_model, tmp_path / "run", *data, *SHAPE, "--slots", "400")
+    state = torch.load(tmp_path / "run" / "state.pt", weights_only=True)
+    old = {name: state[name] for name in ("model", "optimizers", "slots", "step")}
+    torch.save(old, tmp_path / "run" / "state.pt")
+    assert train(chat_model, tmp_path / "run", *data, *SHAPE, "--slots", "800")["steps"] == 2 * begun["steps"]
+
+
+def test_prompts_and_the_first_weights_stay(chat_model: Path, tmp_path: Path, responses: Path) -> None:
+    train(chat_model, tmp_path / "first", "--responses", str(responses), *SHAPE, "--slots", "1")
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "adapted"
+    prompts.write_text('{"turns": ["one"]}\n')
+    options = ("--prompts", str(prompts), "--max-length", "90", "--slots", "1")
+    init = ("--init", str(tmp_path / "first" / "checkpoint"))
+    facts = train(chat_model, output, *options, *init)
+    assert (facts["init"], facts["responses"]) == (init[1], 1)
+    with pytest.raises(SystemExit, match=r"one of init \S*first/checkpoint; use another folder"):
+        train(chat_model, output, *options, "--init", str(tmp_path / "second" / "checkpoint"))
+    prompts.write_text('{"turns": ["two"]}\n')
+    with pytest.raises(SystemExit, match=r"one of prompts_sha256 [0-9a-f]{64}; use another folder"):
+        train(chat_model, output, *options, *init)
+
+
+def test_a_calibration_outlives_a_repeated_command_and_no_further_training(
+    chat_model: Path, tmp_path: Path, responses: Path
+) -> None:
+    data, output = ("--responses", str(responses)), tmp_path / "run"
+    calibration = output / "checkpoint" / "calibration.json"
+    train(chat_model, output, *data, *SHAPE, "--slots", "400")
+    calibration.write_text('{"sts_temperatures": [2.0, 2.0, 2.0]}')
+    before = {path: path.read_bytes() for path in (output / "checkpoint").iterdir()}
+    train(chat_model, output, *data, *SHAPE, "--slots", "400")
+    assert before == {path: path.read_bytes() for path in (output / "checkpoint").iterdir()}
+    train(chat_model, output, *data, *SHAPE, "--slots", "800")
+    assert not calibration.exists()
+
+
+def test_a_checkpoint_that_a_kill_left_behind_its_state_is_written(
+    chat_model: Path, tmp_path: Path, responses: Path
+) -> None:
+    data, output = ("--responses", str(responses)), tmp_path / "run"
+    train(chat_model, output, *data, *SHAPE, "--slots", "400")
+    shutil.copytree(output / "checkpoint", tmp_path / "earlier")
+    more = train(chat_model, output, *data, *SHAPE, "--slots", "800")
+    for path in (output / "checkpoint").iterdir():
+        shutil.copy2(tmp_path / "earlier" / path.name, path)  # with the earlier time, too
+    assert train(chat_model, output, *data, *SHAPE, "--slots", "800")["steps"] == more["steps"]
 
 
 def test_a_mistake_does_not_stand_in_the_way_of_its_correction(
