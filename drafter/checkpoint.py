@@ -63,7 +63,7 @@ def confidence_weights(folder: Path) -> tuple[Tensor, float]:
 
 
 def replace_confidence(folder: Path, weight: Tensor, bias: float) -> None:
-    """Give a saved checkpoint another confidence head, weight [D + r]: any loader of the format has it then."""
+    """Give a saved checkpoint another confidence head, weight [D + r], not calibrated: any loader has it then."""
     tensors = load_file(folder / "model.safetensors")
     old = tensors[_CONFIDENCE_WEIGHT]
     tensors[_CONFIDENCE_WEIGHT] = weight[None].to(old.dtype)
@@ -111,8 +111,8 @@ def read_config(folder: Path) -> DrafterConfig:
     if family is None:
         names = ", ".join(_ARCHITECTURES.values())
         raise ValueError(f"{path}: architectures is {architectures}, expected one of {names}")
+    check_layers(path, values)
     try:
-        rope_theta = values.get("rope_theta") or values["rope_parameters"]["rope_theta"]
         return DrafterConfig(
             family=family,
             hidden_size=values["hidden_size"],
@@ -132,11 +132,24 @@ def read_config(folder: Path) -> DrafterConfig:
             # The public loaders default these two to false; we always write them.
             enable_confidence_head=values.get("enable_confidence_head", False),
             rms_norm_eps=values["rms_norm_eps"],
-            rope_theta=rope_theta,
+            rope_theta=values.get("rope_theta") or values["rope_parameters"]["rope_theta"],
             max_position_embeddings=values["max_position_embeddings"],
         )
     except KeyError as error:
         raise ValueError(f"{path}: the key {error.args[0]!r} is missing") from None
+
+
+def check_layers(path: Path, layer: dict[str, Any]) -> None:
+    """ValueError naming what a transformer's settings ask for and ours doesn't do, where no tensor would tell."""
+    if layer.get("attention_bias"):
+        raise ValueError(f"{path}: attention_bias is not supported")
+    if set(layer.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+        raise ValueError(f"{path}: layer_types other than full_attention are not supported")
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = layer.get(key) or {}
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind != "default":
+            raise ValueError(f"{path}: {key} of type {kind!r} is not supported, only 'default'")
 
 
 def read_sts_temperatures(folder: Path) -> list[float] | None:
@@ -149,11 +162,15 @@ def read_sts_temperatures(folder: Path) -> list[float] | None:
 
 
 def write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
-    """model.safetensors of a checkpoint folder, as a whole or not at all."""
+    """model.safetensors of a checkpoint folder, as a whole or not at all; a calibration found there goes.
+
+    It was fitted to the weights of before. Whoever has one for these writes it afterwards.
+    """
     path = folder / "model.safetensors"
     partial = folder / "model.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.chmod(0o644)  # safetensors writes files that only their owner can read
+    (folder / "calibration.json").unlink(missing_ok=True)  # first: at no moment do both lie there
     partial.replace(path)
 
 

@@ -54,7 +54,7 @@ def scores(drafter: str, record: Record) -> list[Score]:
 def macro_score(drafter: str, record: Record) -> Score:
     """The mean over data sets."""
     resampled = _macro(record, bootstrap)
-    length = float(_macro(record, lambda totals: totals[:, 0].sum() / totals[:, 1].sum()))
+    length = float(_macro(record, _accepted_length))
     low, high = resampled.quantile(_INTERVAL).tolist()
     return Score(drafter, "macro", length, low, high, len(record.rounds.num_tokens))
 
@@ -64,7 +64,7 @@ def gain(drafter: str, record: Record, over: str, other: Record, dataset: str | 
     pair = [record, other] if dataset is None else [_only(each, dataset) for each in (record, other)]
     plain, resampled = (
         100 * (_macro(pair[0], statistic) / _macro(pair[1], statistic) - 1)
-        for statistic in (lambda totals: totals[:, 0].sum() / totals[:, 1].sum(), bootstrap)
+        for statistic in (_accepted_length, bootstrap)
     )
     low, high = resampled.quantile(_INTERVAL).tolist()
     return Gain(drafter, over, dataset or "macro", float(plain), low, high)
@@ -74,12 +74,19 @@ def datasets(record: Record) -> list[str]:
     return list(dict.fromkeys(conversation.dataset for conversation in record.conversations))
 
 
-def _macro(record: Record, statistic: Callable[[Tensor], Tensor]) -> Tensor:
-    """Mean over data sets of a statistic of their conversations' (tokens, rounds) [C, 2]."""
+def _accepted_length(totals: Tensor, _seed: int) -> Tensor:
+    return totals[:, 0].sum() / totals[:, 1].sum()
+
+
+def _macro(record: Record, statistic: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Mean over data sets of a statistic of their conversations' (tokens, rounds) [C, 2].
+
+    A data set's number is its seed: sets are resampled independently of each other, and alike for every drafter.
+    """
     totals = per_conversation(record.rounds, len(record.conversations))
     names = [conversation.dataset for conversation in record.conversations]
     parts = [totals[[name == dataset for name in names]] for dataset in datasets(record)]
-    return torch.stack([statistic(part) for part in parts]).mean(dim=0)
+    return torch.stack([statistic(part, number) for number, part in enumerate(parts)]).mean(dim=0)
 
 
 def _only(record: Record, dataset: str) -> Record:

@@ -5,6 +5,7 @@ Knows JSON lines, shuffling and the draft vocabulary; knows nothing of models.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import random
@@ -49,7 +50,8 @@ class Response:
 def read_prompts(path: Path) -> list[Prompt]:
     """Prompts of a JSONL file of {"turns": [...], "domain"?: ...}. Raises ValueError naming the line."""
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    # Not splitlines(): JSON allows U+2028 and others of its line ends inside a string.
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -113,6 +115,14 @@ def read_responses(path: Path) -> list[Response]:
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}, line {number}: not a response ({error})") from error
     return responses
+
+
+def fingerprint(responses: Iterable[Response]) -> str:
+    """Tells whether two runs learn from the same: tokens, and which of them the target wrote."""
+    digest = hashlib.sha256()
+    for response in responses:
+        digest.update(repr((response.token_ids, response.response_spans)).encode())
+    return digest.hexdigest()
 
 
 def _parse_response(entry: dict[str, object]) -> Response:

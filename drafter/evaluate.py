@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> None:
     for folder in arguments.drafter:
         drafter = load_for_rollout(target, folder)
         rounds = rollout_for(target, drafter, arguments).run(conversations, arguments.batch_size)
-        figures.append(_figures(str(folder), drafter, conversations, rounds))
+        figures.append(_figures(str(folder), conversations, rounds, _temperatures(drafter, arguments)))
     if arguments.json:
         facts = provenance(
             target=arguments.target,
@@ -128,12 +128,20 @@ def rollout_for(target: Target, drafter: Drafter, arguments: argparse.Namespace)
     return TreeRollout(target, drafter, arguments.temperature, arguments.max_new_tokens, arguments.tree_nodes)
 
 
-def _figures(name: str, drafter: Drafter, conversations: Sequence[Conversation], rounds: Rounds) -> dict[str, object]:
+def _temperatures(drafter: Drafter, arguments: argparse.Namespace) -> Tensor | None:
+    """Of the confidences that a rollout records [G]; None where it records none, as with trees."""
+    if arguments.tree_nodes is None and isinstance(drafter, DSpark) and drafter.confidence_head is not None:
+        return drafter.sts_temperatures
+    return None
+
+
+def _figures(
+    name: str, conversations: Sequence[Conversation], rounds: Rounds, temperatures: Tensor | None
+) -> dict[str, object]:
     """Prints a drafter's tables and returns them for a JSON file."""
     rows = acceptance_by_dataset(conversations, rounds)
-    temperatures = drafter.sts_temperatures if isinstance(drafter, DSpark) else None
     calibration: dict[str, list[float]] = {}
-    if temperatures is not None and isinstance(drafter, DSpark) and drafter.confidence_head is not None:
+    if temperatures is not None:
         calibration = {
             "ece_before_sts": errors_by_position(rounds, torch.ones_like(temperatures)),
             "ece_after_sts": errors_by_position(rounds, temperatures),

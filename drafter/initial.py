@@ -45,17 +45,21 @@ def _start_as_identity(linear: nn.Linear, part: int) -> None:
 
 def _copy_target_layers(target: Target, config: DrafterConfig, backbone: nn.Module) -> None:
     first = config.num_target_layers - config.num_hidden_layers
-    with safe_open(target.folder / "model.safetensors", framework="pt") as tensors:
-        available = set(tensors.keys())
-        for name, parameter in backbone.named_parameters():
-            source = f"model.{name}"  # the final norm; other names find nothing
-            if name.startswith("midlayer."):
-                source = f"model.layers.{first}.{name.removeprefix('midlayer.')}"
-            elif name.startswith("layers."):
-                _, index, rest = name.split(".", 2)
-                source = f"model.layers.{first + int(index)}.{rest}"
-            if source in available:
-                _copy(tensors.get_tensor(source), parameter)
+    parameters = {_target_name(name, first): parameter for name, parameter in backbone.named_parameters()}
+    for path in target.folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as tensors:
+            for name in parameters.keys() & tensors.keys():
+                _copy(tensors.get_tensor(name), parameters[name])
+
+
+def _target_name(name: str, first: int) -> str:
+    """Which of the target's tensors a parameter starts as; draft layer 0 comes from its layer `first`."""
+    if name.startswith("midlayer."):
+        return f"model.layers.{first}.{name.removeprefix('midlayer.')}"
+    if name.startswith("layers."):
+        _, index, rest = name.split(".", 2)
+        return f"model.layers.{first + int(index)}.{rest}"
+    return f"model.{name}"  # the final norm; other names find nothing
 
 
 def _copy(source: Tensor, parameter: Tensor) -> None:

@@ -24,7 +24,7 @@ from drafter.baselines.ngram import NgramDrafter
 from drafter.calibration import calibrate
 from drafter.checkpoint import load_drafter
 from drafter.config import TrainConfig
-from drafter.data import read_responses, write_json
+from drafter.data import write_json
 from drafter.dspark import DSpark
 from drafter.initial import initial_drafter
 from drafter.interface import Drafter
@@ -81,9 +81,7 @@ class Laboratory:
         self._ranks = ranks
         self.slots = max(1, int(BASE_SLOTS * arguments.budget))
         self._arguments = arguments
-        self._responses = trainable(read_responses(arguments.responses), TrainConfig().max_length)
-        if not self._responses:
-            raise ValueError(f"--responses: {arguments.responses} holds nothing to train on")
+        self._responses = trainable(arguments.responses, TrainConfig().max_length, ranks)
         self._root: Path = arguments.runs / f"{self.slots}-slots"
         with ranks.leader_first():
             self._claim_root()
@@ -137,9 +135,7 @@ class Laboratory:
         arguments = self._arguments
         conversations = self.conversations()
         settings = (arguments.temperature, arguments.max_new_tokens, arguments.seed, tree_nodes)
-        prompts = [(conversation.dataset, conversation.prompt_ids) for conversation in conversations]
-        digest = hashlib.sha256(repr((settings, prompts)).encode()).hexdigest()[:12]
-        path = self._folder(arm) / f"rounds-{digest}.pt"
+        path = self._folder(arm) / f"rounds-{_digest(settings, conversations)}.pt"
         if path.exists():
             return Record(conversations, Rounds(*torch.load(path, weights_only=True)))
         tqdm.write(f"decoding with {arm.name}" + (f", trees of {tree_nodes}" if tree_nodes else ""))
@@ -156,16 +152,18 @@ class Laboratory:
         arguments = self._arguments
         if arguments.calibration_prompts is None:
             raise ValueError("--calibration-prompts: this experiment calibrates, and needs prompts nobody trained on")
-        folder = self._folder(arm) / "calibrated"
+        chosen = {
+            "prompts": [arguments.calibration_prompts],
+            "exclude": arguments.responses,
+            "limit": arguments.calibration_limit,
+        }
+        options = argparse.Namespace(**{**vars(arguments), **chosen})
+        settings = (arguments.temperature, arguments.max_new_tokens)
+        digest = _digest(settings, choose_conversations(self.target, options))
+        options.drafter = folder = self._folder(arm) / f"calibrated-{digest}"
         if not (folder / "calibration.json").exists():
             shutil.copytree(self._folder(arm) / "checkpoint", folder, dirs_exist_ok=True)
-            options = {
-                "drafter": folder,
-                "prompts": [arguments.calibration_prompts],
-                "exclude": arguments.responses,
-                "limit": arguments.calibration_limit,
-            }
-            calibrate(self.target, argparse.Namespace(**{**vars(arguments), **options}))
+            calibrate(self.target, options)
         target = self.target
         drafter = load_drafter(folder, target.embed_weight_VD, target.lm_head_weight_VD, dtype=target.dtype)
         assert isinstance(drafter, DSpark)
@@ -224,8 +222,8 @@ class Laboratory:
         torch.manual_seed(arguments.seed)
         shape = preset_config(preset, self.target, len(vocabulary), arguments.mask_token_id)
         model = initial_drafter(self.target, shape, vocabulary)
-        trainer = Trainer(model, self._features(model.target_layer_ids), self._responses, config, self._ranks)
-        finish(trainer, folder, arguments.target, SAVE_MINUTES)
+        features, origin = self._features(model.target_layer_ids), {"target": arguments.target}
+        finish(Trainer(model, features, self._responses, config, self._ranks, origin), folder, SAVE_MINUTES)
 
     def _features(self, layers: tuple[int, ...]) -> FeatureMemory:
         """Shared by arms that read the same layers, so that only the first of them needs the target."""
@@ -242,3 +240,9 @@ class Laboratory:
             return Rollout(self.target, drafter, *lengths, seed=arguments.seed)
         assert isinstance(drafter, DSpark)
         return TreeRollout(self.target, drafter, *lengths, tree_nodes, seed=arguments.seed)
+
+
+def _digest(settings: tuple[object, ...], conversations: Sequence[Conversation]) -> str:
+    """Names what was decoded, and how."""
+    prompts = [(conversation.dataset, conversation.prompt_ids) for conversation in conversations]
+    return hashlib.sha256(repr((settings, prompts)).encode()).hexdigest()[:12]

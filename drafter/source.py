@@ -54,6 +54,12 @@ def resolve_source(source: str) -> Path:
     )
 
 
+def public_name(source: str) -> str:
+    """What other systems find the same model by: a hub's id as it is, or the absolute path of the local folder."""
+    is_local = Path(source).expanduser().is_dir()
+    return source if _HUB_ID.fullmatch(source) and not is_local else str(resolve_source(source).resolve())
+
+
 def models_folder() -> Path:
     """The user's cache of converted models (`$XDG_CACHE_HOME` where set, as the XDG base directories define it)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dspark-serve" / "models"

@@ -19,10 +19,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
-from drafter.checkpoint import ARCHITECTURE, checkpoint_problems, public_config, read_config, write_tensors
+from drafter.checkpoint import (
+    ARCHITECTURE,
+    check_layers,
+    checkpoint_problems,
+    public_config,
+    read_config,
+    write_tensors,
+)
 from drafter.config import DrafterConfig
 from drafter.data import write_json
-from drafter.source import resolve_source
+from drafter.source import public_name, resolve_source
 
 _BESIDE = ("calibration.json", "provenance.json")
 _HEAD_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
@@ -101,11 +108,7 @@ def _flat_config(path: Path, values: dict[str, Any], num_target_layers: int) -> 
         raise ValueError(f"{path}: topk_context is not supported: blocks see their whole context")
     try:
         layer = values["transformer_layer_config"]
-        if layer.get("attention_bias"):
-            raise ValueError(f"{path}: attention_bias is not supported")
-        if set(layer.get("layer_types") or ["full_attention"]) != {"full_attention"}:
-            raise ValueError(f"{path}: layer_types other than full_attention are not supported")
-        rope_theta = layer.get("rope_theta") or layer["rope_parameters"]["rope_theta"]
+        check_layers(path, layer)
         with_markov = values["markov_rank"] > 0 and values["enable_confidence_head"]
         if values.get("confidence_head_with_markov", True) != with_markov and with_markov:
             raise ValueError(f"{path}: a confidence head that doesn't read the Markov embedding is not supported")
@@ -126,7 +129,7 @@ def _flat_config(path: Path, values: dict[str, Any], num_target_layers: int) -> 
             markov_head_type=values.get("markov_head_type", "vanilla"),
             enable_confidence_head=values["enable_confidence_head"],
             rms_norm_eps=layer["rms_norm_eps"],
-            rope_theta=rope_theta,
+            rope_theta=layer.get("rope_theta") or layer["rope_parameters"]["rope_theta"],
             max_position_embeddings=layer["max_position_embeddings"],
         )
     except KeyError as error:
@@ -135,6 +138,7 @@ def _flat_config(path: Path, values: dict[str, Any], num_target_layers: int) -> 
 
 def _copy_beside(folder: Path, output: Path) -> None:
     for name in _BESIDE:
+        (output / name).unlink(missing_ok=True)  # another drafter's
         if (folder / name).is_file():
             shutil.copyfile(folder / name, output / name)
 
@@ -156,5 +160,5 @@ def run(arguments: argparse.Namespace) -> None:
         import_speculators(arguments.drafter, arguments.output, target["num_hidden_layers"])
         tqdm.write(f"{arguments.output}: {ARCHITECTURE}, as `--drafter` and drafter_source take it")
     else:
-        export_speculators(arguments.drafter, arguments.output, arguments.target)
+        export_speculators(arguments.drafter, arguments.output, public_name(arguments.target))
         tqdm.write(f"{arguments.output}: speculators format")

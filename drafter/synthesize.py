@@ -79,12 +79,21 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def recover(output: Path) -> list[Response]:
-    """What an earlier run left in `output`, after cutting a last line that it didn't finish."""
+    """What an earlier run left in `output`, after cutting a last line that it didn't finish.
+
+    Raises ValueError for a file that `synthesize` didn't write, and leaves it as it is.
+    """
     output.parent.mkdir(parents=True, exist_ok=True)
     output.touch()
+    responses = read_responses(output)
+    content = output.read_bytes()
+    end = content.rfind(b"\n") + 1
+    begin = response_line(Response((), ())).partition("]")[0].encode()
+    if not begin.startswith(content[end : end + len(begin)]):
+        raise ValueError(f"--output: {output} is not a response file; give another, or a new one")
     with output.open("rb+") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
-    return read_responses(output)
+        file.truncate(end)
+    return responses
 
 
 @dataclass(slots=True)

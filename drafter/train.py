@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from drafter import synthesize
 from drafter.baselines.chain import ChainDrafter
 from drafter.checkpoint import read_config, save_checkpoint
 from drafter.config import TrainConfig
-from drafter.data import Response, draft_vocabulary, epoch_batches, provenance, read_responses, write_json
+from drafter.data import Response, draft_vocabulary, epoch_batches, fingerprint, provenance, read_responses, write_json
 from drafter.dspark import DSpark
 from drafter.initial import adapted_drafter, initial_drafter
 from drafter.presets import PRESETS, Preset, preset_config
@@ -49,7 +51,9 @@ class Trainer:
         responses: list[Response],
         config: TrainConfig,
         ranks: Ranks = ALONE,
+        origin: dict[str, str | None] | None = None,
     ) -> None:
+        """origin: what model and features come from, by name; a run that goes on has the same."""
         self.model = model
         self.memory = memory
         self.responses = responses
@@ -59,6 +63,7 @@ class Trainer:
             )
         self.config = config
         self.ranks = ranks
+        self.origin = origin or {}
         backbone = dict(model.backbone.named_parameters())
         matrices = [value for value in backbone.values() if value.ndim == 2]
         others = [value for value in model.parameters() if not any(value is matrix for matrix in matrices)]
@@ -126,17 +131,41 @@ class Trainer:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "slots": self.slots,
             "step": self.step,
+            "settings": self._settings,
+            "num_responses": len(self.responses),
+            "responses": fingerprint(self.responses),
         }
         partial = path.with_suffix(".partial")
         torch.save(state, partial)
         partial.replace(path)
 
     def load(self, path: Path) -> None:
+        """Go on from what `save` wrote. Raises ValueError naming what that run had otherwise."""
         state = torch.load(path, weights_only=True)
+        self._refuse_another(state, path.parent)
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.slots, self.step = state["slots"], state["step"]
+
+    def _refuse_another(self, state: dict[str, Any], folder: Path) -> None:
+        """Raises ValueError naming what differs; what an older version didn't note is taken to be the same."""
+        settings = self._settings
+        different = [
+            f"{name} {value}" for name, value in state.get("settings", {}).items() if settings.get(name) != value
+        ]
+        # A file that is still being written has only grown.
+        if "responses" in state and state["responses"] != fingerprint(self.responses[: state["num_responses"]]):
+            different.append("other responses")
+        if different:
+            raise ValueError(f"the run in {folder} is one of {', '.join(different)}; use another folder")
+
+    @property
+    def _settings(self) -> dict[str, object]:
+        """All but what may change when a run goes on: its budget, and the parts in which a step is computed."""
+        settings = {**self.origin, **dataclasses.asdict(self.model.config), **dataclasses.asdict(self.config)}
+        del settings["slots"], settings["gradient_accumulation_steps"]
+        return settings
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -207,13 +236,21 @@ def run(arguments: argparse.Namespace) -> None:
                 arguments.output.mkdir(parents=True, exist_ok=True)
                 if arguments.responses is None:
                     _answer(arguments, path)
-        responses = trainable(read_responses(path), config.max_length)
+        responses = trainable(path, config.max_length, ranks)
         target = Target.load(arguments.target)
         with ranks.leader_first():
             model = _first_model(arguments, preset, responses, target)
         memory = FeatureMemory(target, model.target_layer_ids, int(arguments.feature_memory_gib * 2**30))
-        trainer = Trainer(model, memory, responses, config, ranks)
-        finish(trainer, arguments.output, arguments.target, arguments.checkpoint_minutes)
+        trainer = Trainer(model, memory, responses, config, ranks, _origin(arguments))
+        finish(trainer, arguments.output, arguments.checkpoint_minutes)
+
+
+def _origin(arguments: argparse.Namespace) -> dict[str, str | None]:
+    return {
+        "target": arguments.target,
+        "init": arguments.init and str(arguments.init),
+        "prompts_sha256": arguments.prompts and hashlib.sha256(arguments.prompts.read_bytes()).hexdigest(),
+    }
 
 
 def _first_model(
@@ -255,17 +292,23 @@ def _answer(arguments: argparse.Namespace, path: Path) -> None:
     synthesize.run(parser.parse_args([*command, "--max-length", str(arguments.max_length)]))
 
 
-def trainable(responses: list[Response], max_length: int) -> list[Response]:
-    """Those with an anchor that are not too long."""
-    return [
-        response
-        for response in responses
-        if len(response.token_ids) <= max_length and any(end - start > 1 for start, end in response.response_spans)
-    ]
+def trainable(path: Path, max_length: int, ranks: Ranks) -> list[Response]:
+    """The responses of a file that are not too long and have an anchor. Raises ValueError where none is left."""
+    responses = read_responses(path)
+    short = [response for response in responses if len(response.token_ids) <= max_length]
+    left_out = f"{len(responses) - len(short)} of {len(responses)} responses are longer than {max_length} tokens"
+    chosen = [response for response in short if any(end - start > 1 for start, end in response.response_spans)]
+    if not chosen:
+        raise ValueError(f"{path} holds nothing to train on: {left_out}, and no other has an answer of two tokens")
+    if ranks.is_leader and len(short) < len(responses):
+        tqdm.write(f"{path}: {left_out} and left out")
+    return chosen
 
 
 def run_vocabulary(folder: Path, size: int, responses: list[Response], target: Target) -> Tensor:
     """The draft vocabulary of the run in `folder`, fixed by its first start: later ones may count other responses."""
+    if not 0 < size <= target.config.vocab_size:
+        raise ValueError(f"--draft-vocabulary must lie in 1..{target.config.vocab_size}, got {size}")
     path = folder / "draft_vocabulary.pt"
     if not path.exists():
         ids, coverage = draft_vocabulary(responses, size, target.end_token_ids)
@@ -278,23 +321,26 @@ def run_vocabulary(folder: Path, size: int, responses: list[Response], target: T
     return ids
 
 
-def finish(trainer: Trainer, folder: Path, source: str, checkpoint_minutes: float) -> None:
+def finish(trainer: Trainer, folder: Path, checkpoint_minutes: float) -> None:
     """Train to the end of the budget, from where `folder` has got to, and write its `checkpoint`."""
-    state = folder / "state.pt"
+    state, written = folder / "state.pt", folder / "checkpoint" / "provenance.json"
     if state.exists():
         trainer.load(state)
     trainer.ranks.agree(
         step=trainer.step,
-        responses=hash(tuple(response.token_ids for response in trainer.responses)),
+        responses=fingerprint(trainer.responses),
         settings=trainer.config,
         weights=float(sum(parameter.detach().double().abs().sum() for parameter in trainer.model.parameters())),
     )
+    ended = trainer.slots >= trainer.config.slots
+    if ended and written.exists() and written.stat().st_mtime >= state.stat().st_mtime:
+        return  # the checkpoint is that of the state, and may have been calibrated since
     _train(trainer, state, checkpoint_minutes)
     if not trainer.ranks.is_leader:
         return
     save_checkpoint(trainer.model, folder / "checkpoint")
     facts = provenance(
-        target=source,
+        **trainer.origin,
         train=dataclasses.asdict(trainer.config),
         slots=trainer.slots,
         steps=trainer.step,
@@ -302,7 +348,7 @@ def finish(trainer: Trainer, folder: Path, source: str, checkpoint_minutes: floa
         responses=len(trainer.responses),
         response_tokens=sum(response.num_response_tokens for response in trainer.responses),
     )
-    write_json(folder / "checkpoint" / "provenance.json", facts)
+    write_json(written, facts)
 
 
 def _train(trainer: Trainer, state: Path, checkpoint_minutes: float) -> None:

@@ -30,7 +30,8 @@ class TreeRollout(Rollout):
         super().__init__(target, drafter, temperature, max_new_tokens, seed=seed)
         self._block_drafter = drafter
         self._num_nodes = num_nodes
-        self._rows_per_round = 1 + num_nodes
+        # What a walk visits is moved as rows of a whole block, even where the tree has fewer nodes.
+        self._rows_per_round = 1 + max(num_nodes, drafter.block_size)
 
     def _round(self, lane: Lane, indices: list[int]) -> None:
         slots, anchors, at = self._anchors(lane)

@@ -5,12 +5,12 @@ Only the first turn is used: a benchmark measures speed, and the next turns woul
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 
+from drafter.data import read_prompts
 from drafter.target import load_tokenizer, render_chat
 
 BUILT_IN = Path(__file__).with_name("prompts.jsonl")
@@ -30,18 +30,7 @@ class Dataset:
 
 def read_texts(file: Path) -> list[str]:
     """First turns of a JSONL file. Raises ValueError with file and line when a line isn't {"turns": [text, ...]}."""
-    texts = []
-    for number, line in enumerate(file.read_text().splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["turns"][0]
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise ValueError(f'{file}:{number}: each line must be {{"turns": ["text", ...]}}') from error
-        texts.append(text)
-    if not texts:
-        raise ValueError(f"{file} holds no prompts")
-    return texts
+    return [prompt.turns[0] for prompt in read_prompts(file)]
 
 
 def load_datasets(files: Sequence[Path], model_folder: Path) -> list[Dataset]:

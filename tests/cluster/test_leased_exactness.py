@@ -26,6 +26,7 @@ from cluster.engine import Engine
 from cluster.messages import BudgetLease, StepResult
 from cluster.roster import Experience, Member, Roster
 
+pytestmark = pytest.mark.usefixtures("known_seeds")
 VOCAB = 8
 ORDER = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
 """Evens first: the drafter is sure of a block that begins with one."""

@@ -156,6 +156,7 @@ class LyingDrafter(TinyDrafter):
         return draft
 
 
+@pytest.mark.usefixtures("known_seeds")
 @pytest.mark.parametrize("seeded", [False, True], ids=["rejection", "coupled"])
 def test_texts_follow_the_models_distribution(five_words, seeded: bool) -> None:
     folder, exact = five_words
@@ -163,6 +164,7 @@ def test_texts_follow_the_models_distribution(five_words, seeded: bool) -> None:
     assert chi_square_p(folder, exact, random_drafter(TINY, block_size=3), **seeds) > 1e-4
 
 
+@pytest.mark.usefixtures("known_seeds")
 def test_the_chi_square_sees_a_lying_drafter(five_words) -> None:
     folder, exact = five_words
     honest = random_drafter(TINY, block_size=3, spread=2.0)

@@ -83,6 +83,23 @@ def test_missing_and_foreign_folders_are_refused(tmp_path: Path) -> None:
         load_drafter(tmp_path, *weights)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}}, "type 'yarn'"),
+    ],
+)
+def test_what_no_tensor_tells_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    model = random_drafter(drafter_config())
+    save_checkpoint(model, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ValueError, match=message):
+        load_drafter(tmp_path, *target_weights(model))
+
+
 def test_sts_temperatures_scale_the_confidence(tmp_path: Path) -> None:
     model = random_drafter(drafter_config())
     save_checkpoint(model, tmp_path, dtype=torch.float32)
@@ -114,3 +131,17 @@ def test_the_confidence_head_is_replaced_in_the_weights(tmp_path: Path) -> None:
     others = {k: v for k, v in model.named_parameters() if not k.startswith("confidence_head")}
     for name, value in loaded.named_parameters():
         assert name.startswith("confidence_head") or torch.equal(value, others[name])
+
+
+@pytest.mark.parametrize("write", ["save", "replace"])
+def test_other_weights_are_not_calibrated(tmp_path: Path, write: str) -> None:
+    """Temperatures of a refitted head would make the trained one worse than none."""
+    model = random_drafter(drafter_config())
+    save_checkpoint(model, tmp_path)
+    (tmp_path / "calibration.json").write_text(json.dumps({"sts_temperatures": [2.0] * 5}))
+    if write == "save":
+        save_checkpoint(model, tmp_path)
+    else:
+        replace_confidence(tmp_path, *confidence_weights(tmp_path))
+    loaded = load_drafter(tmp_path, *target_weights(model))
+    assert isinstance(loaded, DSpark) and loaded.sts_temperatures.tolist() == [1.0] * 5

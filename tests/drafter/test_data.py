@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -37,6 +38,13 @@ def test_prompts_are_read_and_bad_lines_named(tmp_path: Path) -> None:
     path.write_text("\n")
     with pytest.raises(ValueError, match="holds no prompts"):
         read_prompts(path)
+
+
+def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    turn = "one\u2028two\u2029three\u0085four"  # whole in a string of JSON, ends of lines for str.splitlines
+    path.write_text(json.dumps({"turns": [turn]}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_prompts(path) == [Prompt((turn,))]
 
 
 def test_responses_survive_the_file_and_a_torn_last_line_is_left_out(tmp_path: Path) -> None:

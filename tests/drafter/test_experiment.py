@@ -73,6 +73,25 @@ def test_an_arm_is_trained_and_decoded_once(
         assert again.rounds.confidence_logits.shape[1] == 3
 
 
+def test_an_arm_is_calibrated_once_for_each_way_to_do_it(
+    laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("laboratory", "calibration"):
+        monkeypatch.setattr(f"drafter.{module}.choose_conversations", lambda _, chosen: CONVERSATIONS[: chosen.limit])
+    arm = Arm("dspark", layers=1, block_size=3)
+    laboratory.train([arm])
+    found: dict[Path, int] = {}
+    for option, value in ((None, None), ("temperature", 0.5), ("max_new_tokens", 6), ("calibration_limit", 10)):
+        if option:
+            setattr(laboratory._arguments, option, value)
+        laboratory.calibrated(arm)
+        files = {path: path.stat().st_mtime_ns for path in laboratory._folder(arm).glob("calibrated*/calibration.json")}
+        assert len(files) == len(found) + 1 and found.items() <= files.items(), option
+        found = files
+        laboratory.calibrated(arm)  # again: nothing is done
+        assert found == {path: path.stat().st_mtime_ns for path in found}
+
+
 def test_drafters_of_other_settings_are_not_taken_for_these(
     laboratory: Laboratory, tiny_target: Target, tiny_responses: list[Response], tmp_path: Path
 ) -> None:
@@ -152,6 +171,15 @@ def test_gains_are_paired_over_prompts() -> None:
     assert macro.accepted_length == pytest.approx(sum(s.accepted_length for s in scores("b", other)) / 2)
     per_set = gain("a", one, "b", other, "set1")
     assert per_set.dataset == "set1" and per_set.percent == pytest.approx(100)
+
+
+def test_data_sets_are_resampled_independently() -> None:
+    """Of two sets that hold the same, the mean varies less than each of them."""
+    torch.manual_seed(0)
+    same = record(torch.randint(1, 5, (6, 3)).repeat_interleave(2, dim=0))
+    single, macro = scores("a", same)[0], macro_score("a", same)
+    assert macro.accepted_length == pytest.approx(single.accepted_length)
+    assert macro.high - macro.low == pytest.approx((single.high - single.low) / 2**0.5, rel=0.1)
 
 
 def test_the_interval_covers_what_it_should() -> None:

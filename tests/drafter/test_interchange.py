@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from drafter import speculators
 from drafter.checkpoint import checkpoint_problems, load_drafter, read_config, save_checkpoint
+from drafter.source import models_folder
 from drafter.speculators import export_speculators, import_speculators
 from tests.drafter.conftest import drafter_config, random_drafter
 
@@ -64,6 +66,7 @@ def test_a_reduced_vocabulary_gets_its_second_map(tmp_path: Path) -> None:
         (("topk_context",), 64, "topk_context"),
         (("transformer_layer_config", "attention_bias"), True, "attention_bias"),
         (("transformer_layer_config", "layer_types"), ["sliding_attention"] * 2, "layer_types"),
+        (("transformer_layer_config", "rope_scaling"), {"rope_type": "yarn", "factor": 4.0}, "rope_scaling"),
         (("transformer_layer_config", "hidden_size"), None, "'hidden_size' is missing"),
         (("aux_hidden_state_layer_ids",), [0, 2], "target_layer_ids"),
         (("markov_rank",), 9, "markov_head"),
@@ -86,14 +89,24 @@ def test_what_can_not_run_here_is_refused(tmp_path: Path, path: tuple[str, ...],
     assert not (tmp_path / "back").exists()
 
 
-def test_the_command_turns_either_into_the_other(tmp_path: Path, tiny_target: Any) -> None:
+def test_the_command_turns_either_into_the_other(
+    tmp_path: Path, tiny_target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parser = argparse.ArgumentParser()
     speculators.add_arguments(parser)
     flat, foreign, back = (str(tmp_path / name) for name in ("flat", "foreign", "back"))
     save_checkpoint(random_drafter(drafter_config()), Path(flat))
+    (tmp_path / "back").mkdir()
+    for name in ("calibration.json", "provenance.json"):  # of a drafter that was there before
+        (tmp_path / "back" / name).write_text('{"sts_temperatures": [2.0, 2.0, 2.0, 2.0, 2.0]}')
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shutil.copytree(tiny_target.folder, models_folder() / "tiny-1.0")  # as if it had been downloaded
     for source, output in ((flat, foreign), (foreign, back)):
-        speculators.run(parser.parse_args([source, output, "--target", str(tiny_target.folder)]))
+        speculators.run(parser.parse_args([source, output, "--target", "pypi:tiny==1.0"]))
     assert read_config(Path(back)) == drafter_config()
+    assert sorted(path.name for path in Path(back).iterdir()) == ["config.json", "model.safetensors"]
+    verifier = json.loads((tmp_path / "foreign" / "config.json").read_text())["speculators_config"]["verifier"]
+    assert verifier["name_or_path"] == str(models_folder() / "tiny-1.0"), "nobody else knows pypi:"
     with pytest.raises(ValueError, match="another folder"):
         speculators.run(parser.parse_args([flat, flat, "--target", "t"]))
 

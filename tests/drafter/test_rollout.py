@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
+from drafter.baselines.ngram import NgramDrafter
 from drafter.calibration import (
     auroc,
     auroc_by_position,
@@ -19,9 +23,10 @@ from drafter.calibration import (
 )
 from drafter.evaluate import acceptance_by_dataset
 from drafter.initial import initial_drafter
+from drafter.interface import Draft
 from drafter.rollout import Conversation, Rollout, Rounds
 from drafter.target import Target
-from tests.drafter.conftest import VOCABULARY, drafter_config, random_drafter
+from tests.drafter.conftest import VOCABULARY, drafter_config, random_drafter, tiny_config
 
 
 def conversations(number: int) -> list[Conversation]:
@@ -32,6 +37,27 @@ def conversations(number: int) -> list[Conversation]:
     ]
 
 
+def committed(rollout: Rollout, prompts: list[Conversation]) -> tuple[dict[Conversation, list[int]], Rounds]:
+    """What each prompt was answered, its last round whole: it may go beyond the limit. In batches of 4."""
+    answers: dict[Conversation, list[int]] = {}
+    original = rollout._ended
+
+    def spy(tokens: list[int], limit: int, prompt_length: int) -> bool:
+        prompt = next(c for c in prompts if list(c.prompt_ids) == tokens[:prompt_length])
+        answers[prompt] = tokens[prompt_length:]
+        return original(tokens, limit, prompt_length)
+
+    rollout._ended = spy  # type: ignore[method-assign]
+    return answers, rollout.run(prompts, batch_size=4)
+
+
+def greedy(target: Target, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    """What the target itself answers."""
+    written = target.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=num_tokens)[0]
+    answer: list[int] = written[len(prompt) :].tolist()
+    return answer
+
+
 @pytest.mark.parametrize(("draft_vocab_size", "freeze"), [(97, False), (40, False), (40, True)])
 def test_greedy_rollout_writes_what_the_target_writes_alone(
     tiny_target: Target, draft_vocab_size: int, freeze: bool
@@ -40,36 +66,74 @@ def test_greedy_rollout_writes_what_the_target_writes_alone(
     if freeze:
         model.freeze()
     prompts = conversations(7)
-    rollout = Rollout(tiny_target, model, temperature=0.0, max_new_tokens=20)
-    written: list[list[int]] = []
-    original = rollout._ended
-
-    def spy(tokens: list[int], limit: int, prompt_length: int) -> bool:
-        ended = original(tokens, limit, prompt_length)
-        if ended:
-            written.append(tokens[:limit])
-        return ended
-
-    rollout._ended = spy  # type: ignore[method-assign]
-    rollout.run(prompts, batch_size=4)
-    for tokens in written:
-        prompt = next(c.prompt_ids for c in prompts if list(c.prompt_ids) == tokens[: len(c.prompt_ids)])
-        expected = tiny_target.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20)[0]
-        assert tokens == expected.tolist()
-    assert len(written) == 7
+    answers, _ = committed(Rollout(tiny_target, model, temperature=0.0, max_new_tokens=20), prompts)
+    assert len(answers) == 7
+    for prompt, answer in answers.items():
+        assert answer[:20] == greedy(tiny_target, prompt.prompt_ids, 20)
 
 
 def test_accepted_length_counts_every_committed_token(tiny_target: Target) -> None:
-    """A drafter started from the target itself passes now and then; the sums of the record must agree."""
-    model = initial_drafter(tiny_target, drafter_config(), torch.arange(VOCABULARY))
+    """All of a text but its first token, which comes from the prefill and is no round's."""
+    model = initial_drafter(tiny_target, drafter_config(), torch.arange(VOCABULARY)).eval()
     prompts = conversations(8)
-    rounds = Rollout(tiny_target, model.eval(), temperature=1.0, max_new_tokens=24).run(prompts, batch_size=8)
-    assert torch.all(rounds.num_tokens <= rounds.num_accepted + 1)
-    assert torch.all((rounds.num_tokens == rounds.num_accepted + 1) | (rounds.num_slots < 5) | (rounds.num_tokens <= 5))
+    answers, rounds = committed(Rollout(tiny_target, model, temperature=1.0, max_new_tokens=24, seed=0), prompts)
+    assert rounds.num_accepted.any(), "a drafter started from the target itself passes now and then"
     rows = acceptance_by_dataset(prompts, rounds)
-    assert {row.dataset for row in rows} == {"even", "odd"}
-    tokens = sum(row.accepted_length * row.rounds for row in rows)
-    assert tokens == pytest.approx(int(rounds.num_tokens.sum()))
+    assert [row.dataset for row in rows] == ["even", "odd"]
+    for row in rows:
+        num_tokens = sum(len(answers[prompt]) - 1 for prompt in prompts if prompt.dataset == row.dataset)
+        assert row.accepted_length * row.rounds == pytest.approx(num_tokens)
+
+
+@pytest.fixture(scope="module")
+def varied_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """Weights so large that its greedy text goes on to other tokens; the tiny target repeats one."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_config(initializer_range=0.2)).eval()
+    return Target(model, SimpleNamespace(eos_token_id=2, chat_template=""), tmp_path_factory.mktemp("varied-target"))
+
+
+class Script(NgramDrafter):
+    """Drafts what it is told to, each token with certainty; all else is prompt look-up's."""
+
+    def __init__(self, drafts: list[int]) -> None:
+        super().__init__(len(drafts), VOCABULARY)
+        self._drafts = torch.tensor([drafts])
+
+    def propose(self, anchors: Tensor, *_: object) -> Draft:
+        tokens = self._drafts.repeat(len(anchors), 1)
+        certain = torch.nn.functional.one_hot(tokens, VOCABULARY).float()
+        return Draft(tokens, tokens, certain, torch.ones(tokens.shape))
+
+
+@pytest.mark.parametrize(
+    ("end", "wrong", "accepted", "tokens", "slots"),
+    [
+        pytest.param(1, None, 4, 2, 2, id="the end inside the block: what passed behind it is not counted"),
+        pytest.param(1, 2, 2, 2, 2, id="the end is the last that passed"),
+        pytest.param(3, None, 4, 4, 4, id="the end is the block's last: no bonus token"),
+        pytest.param(4, None, 4, 5, 4, id="the end just behind the block, as the bonus token"),
+        pytest.param(2, 2, 2, 3, 4, id="the end as the recovered token: the slots behind the draft were a question"),
+        pytest.param(3, 1, 1, 2, 4, id="no end yet"),
+    ],
+)
+def test_a_round_counts_up_to_its_end_token(
+    varied_target: Target, end: int, wrong: int | None, accepted: int, tokens: int, slots: int
+) -> None:
+    """Of a block of four right drafts, slot `wrong` apart; the text's token in slot `end` (4: behind them) ends it."""
+    prompt = conversations(2)[1]
+    first, *text = greedy(varied_target, prompt.prompt_ids, 6)
+    assert len({first, *text}) == 6, "each token stands for its place"
+    target = copy.copy(varied_target)
+    target.end_token_ids = (text[end],)
+    drafts = text[:4]
+    if wrong is not None:
+        drafts[wrong] = first
+    answers, rounds = committed(Rollout(target, Script(drafts), temperature=0.0, max_new_tokens=5), [prompt])
+    counts = (rounds.num_accepted, rounds.num_tokens, rounds.num_slots)
+    assert [int(column[0]) for column in counts] == [accepted, tokens, slots]
+    assert answers[prompt][: tokens + 1] == [first, *text[:tokens]]
+    assert len(answers[prompt]) == 1 + int(rounds.num_tokens.sum())
 
 
 def synthetic_rounds(scale: float, size: int = 40_000) -> Rounds:

@@ -31,6 +31,8 @@ from drafter.tree_rollout import TreeRollout
 SMALL = 7
 NUM_TOKENS = 3
 PROMPT = (1, 4, 2)
+SEED = 11
+"""The same samples in every run: chance fails no test."""
 DRAFTERS = [*PRESETS, "ngram", "ddtree"]
 
 
@@ -58,19 +60,20 @@ def small_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return Target(model, SimpleNamespace(eos_token_id=None, chat_template=""), folder)
 
 
-def make(name: str, target: Target, temperature: float, max_new_tokens: int, **changes: Any) -> Rollout:
+def make(name: str, target: Target, temperature: float, max_new_tokens: int, num_nodes: int = 9) -> Rollout:
+    """num_nodes: of ddtree's trees."""
     if name == "ngram":
-        return Rollout(target, NgramDrafter(5, target.config.vocab_size), temperature, max_new_tokens)
-    preset = dataclasses.replace(PRESETS["dflash" if name == "ddtree" else name], **changes)
+        return Rollout(target, NgramDrafter(5, target.config.vocab_size), temperature, max_new_tokens, seed=SEED)
+    preset = PRESETS["dflash" if name == "ddtree" else name]
     torch.manual_seed(0)
     vocabulary = torch.arange(0, target.config.vocab_size) if name != "dspark-rnn" else torch.tensor([0, 2, 3, 5])
     shape = preset_config(preset, target, len(vocabulary), 0)
     drafter = initial_drafter(target, shape, vocabulary).eval()
     drafter.freeze()
     if name != "ddtree":
-        return Rollout(target, drafter, temperature, max_new_tokens)
+        return Rollout(target, drafter, temperature, max_new_tokens, seed=SEED)
     assert isinstance(drafter, DSpark)
-    return TreeRollout(target, drafter, temperature, max_new_tokens, num_nodes=9)
+    return TreeRollout(target, drafter, temperature, max_new_tokens, num_nodes, seed=SEED)
 
 
 def written(rollout: Rollout, conversations: list[Conversation]) -> tuple[list[list[int]], Rounds]:
@@ -97,11 +100,22 @@ def test_greedy_text_is_the_targets(name: str, size: str, tiny_target: Target, s
         Conversation("", tuple(torch.randint(3, target.config.vocab_size, (3 + i % 4,)).tolist())) for i in range(5)
     ]
     texts, _ = written(make(name, target, 0.0, 30), conversations)
-    expected = [
-        target.model.generate(torch.tensor([c.prompt_ids]), do_sample=False, max_new_tokens=30)[0].tolist()
-        for c in conversations
-    ]
-    assert sorted(texts) == sorted(expected)
+    assert sorted(texts) == sorted(greedy(target, conversation) for conversation in conversations)
+
+
+def greedy(target: Target, conversation: Conversation) -> list[int]:
+    """What the target itself writes, at most 30 tokens of it."""
+    prompt = torch.tensor([conversation.prompt_ids])
+    ids: list[int] = target.model.generate(prompt, do_sample=False, max_new_tokens=30)[0].tolist()
+    return ids
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 5])
+def test_a_tree_may_be_smaller_than_a_block(num_nodes: int, small_target: Target) -> None:
+    """Up to the limit of the length, where a whole block has no room."""
+    conversations = [Conversation("", PROMPT)]
+    texts, _ = written(make("ddtree", small_target, 0.0, 30, num_nodes), conversations)
+    assert texts == [greedy(small_target, conversation) for conversation in conversations]
 
 
 def p_value(target: Target, texts: list[list[int]]) -> float:

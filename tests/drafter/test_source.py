@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from drafter import source
-from drafter.source import resolve_source
+from drafter.source import public_name, resolve_source
 
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:
@@ -24,6 +24,18 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
         resolve_source(str(tmp_path))
     (tmp_path / "model.safetensors").touch()
     assert resolve_source(str(tmp_path)) == tmp_path
+
+
+def test_others_know_hub_ids_and_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert public_name("owner/name") == "owner/name"
+    folder = tmp_path / "owner" / "name"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").touch()
+    monkeypatch.chdir(tmp_path)
+    assert public_name("owner/name") == str(folder), "where there is such a folder, it is meant"
+    with pytest.raises(ValueError, match="neither a folder"):
+        public_name("no-such-folder")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from drafter.__main__ import main
-from drafter.data import Response, read_responses
+from drafter.data import Response, read_responses, response_line
+from drafter.synthesize import recover
 from drafter.target import Target, draw, render_chat, render_user_header
 
 
@@ -171,6 +172,25 @@ def test_a_killed_run_is_taken_up_again(synthesize: Synthesize, tmp_path: Path) 
     assert resumed[:4] == first[:4]
     assert output.read_bytes().startswith(b"".join(lines[:4]))
     assert sorted(response.prompt_index for response in resumed) == list(range(8))
+
+
+@pytest.mark.parametrize("ending", ["", "\n", '\n{"turns": ["b"]}'])
+def test_a_file_that_it_did_not_write_is_left_as_it_is(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"turns": ["a"]}' + ending)
+    with pytest.raises(ValueError, match=r"prompts\.jsonl.* not a response"):
+        recover(path)
+    assert path.read_text() == '{"turns": ["a"]}' + ending
+
+
+@pytest.mark.parametrize("size", [1, 5, 20])
+def test_the_beginning_of_a_response_is_cut_off(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "responses.jsonl"
+    line = response_line(Response((5, 6, 7), ((1, 3),)))
+    for kept in ("", line):
+        path.write_text(kept + line[:size])
+        assert len(recover(path)) == bool(kept)
+        assert path.read_text() == kept
 
 
 def test_the_budget_of_response_tokens_ends_it_without_cutting_answers(synthesize: Synthesize) -> None:

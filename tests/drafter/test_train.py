@@ -84,6 +84,19 @@ def test_an_adapted_drafter_starts_as_the_one_it_comes_from(tiny_target: Target,
     assert (bias(wider, previous)[:, ~unknown] != 0).all()
 
 
+def test_a_target_in_several_files_gives_the_same_first_weights(tiny_target: Target, tmp_path: Path) -> None:
+    tiny_target.model.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 4
+    sharded = Target(tiny_target.model, tiny_target.tokenizer, tmp_path)
+    weights = []
+    for target in (tiny_target, sharded):
+        torch.manual_seed(0)
+        weights.append(dict(initial_drafter(target, drafter_config(), torch.arange(VOCABULARY)).named_parameters()))
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=0)
+    layer = tiny_target.model.base_model.layers[-1]
+    assert torch.equal(weights[0]["backbone.layers.1.mlp.up_proj.weight"], layer.mlp.up_proj.weight)
+
+
 def test_init_and_a_shape_contradict_each_other(tmp_path: Path) -> None:
     command = ["train", "--target", "t", "--responses", "r", "--output", str(tmp_path), "--init", "d", "--layers", "3"]
     parser = argparse.ArgumentParser()

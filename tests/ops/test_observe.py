@@ -46,14 +46,16 @@ def test_a_taken_address_is_said_at_once(tmp_path: Path) -> None:
 def test_prometheus_knows_the_rules_and_ends_with_it(tmp_path: Path, how: signal.Signals) -> None:
     listen = free_address()
     process = observe(tmp_path, listen)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("Ctrl-C ends it"):
-            break
-    server = prometheus.Prometheus(f"http://{listen}")
-    assert any(rule["name"] == "DSparkEngineStuck" for rule in server.rules())
-    process.send_signal(how)
-    process.communicate(timeout=300)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("Ctrl-C ends it"):
+                break
+        server = prometheus.Prometheus(f"http://{listen}")
+        assert any(rule["name"] == "DSparkEngineStuck" for rule in server.rules())
+    finally:
+        process.send_signal(how)
+        process.communicate(timeout=300)
     assert process.returncode == 0
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://{listen}/-/ready", timeout=5)

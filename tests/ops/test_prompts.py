@@ -17,7 +17,7 @@ def test_the_built_in_set_is_of_distinct_prompts() -> None:
 def test_a_bad_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "eval_mine.jsonl"
     file.write_text('{"turns": ["one", "two"]}\n\n{"turns": []}\n')
-    with pytest.raises(ValueError, match=r"eval_mine.jsonl:3"):
+    with pytest.raises(ValueError, match=r"eval_mine.jsonl, line 3"):
         read_texts(file)
     file.write_text('{"turns": ["one", "two"]}\n')
     assert read_texts(file) == ["one"]
