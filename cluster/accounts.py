@@ -22,7 +22,7 @@ import numpy as np
 from cluster import fleet
 from cluster.budget import survival_levels
 from cluster.messages import BudgetLease, LoadReport, PositionCalibration, SchedulerMode, SlaTier
-from cluster.roster import Company, Entry, Roster
+from cluster.roster import Company, Entry, Roster, group_of
 from cluster.speeds import expected_rate, speeds
 
 ROUNDING = 1e-6
@@ -109,7 +109,7 @@ def _engine(entry: Entry, company: Company | None, now: float) -> EngineAccount:
         binding=binding(report, lease, company),
         predicted_tokens_per_second=rates[0],
         predicted_plain_tokens_per_second=rates[1],
-        measured_tokens_per_second=entry.experience.tokens_per_second,
+        measured_tokens_per_second=entry.experience.tokens_per_second if report and report.tiers else 0.0,
         report_age_seconds=now - entry.said_seconds,
     )
 
@@ -137,8 +137,7 @@ def _promises_matter(company: Company) -> bool:
     tiers = company[0].member.tiers
     if not any(tier.min_tokens_per_second and tier.weight > 1 for tier in tiers):
         return False
-    reports = [entry.report for entry in company if entry.report is not None]
-    group = fleet.Group(reports, company[0].member.curve)
+    group = replace(group_of(company), previous=())
     nothing = [replace(tier, min_tokens_per_second=0.0) for tier in tiers]
     [free] = fleet.allocate([group], nothing, min_gain=0.0)
     # Worth that is equal but for rounding must not look like a reason.

@@ -139,6 +139,11 @@ class Plan:
         return [chunk for chunk in self.chunks if chunk.has_anchor]
 
     @property
+    def decoding(self) -> list[Chunk]:
+        """One committed row each."""
+        return [chunk for chunk in self.chunks if chunk.num_rows == 1]
+
+    @property
     def drafted(self) -> list[Chunk]:
         return [chunk for chunk in self.chunks if chunk.proposed]
 
@@ -220,17 +225,19 @@ class Batcher:
         prompts = [length for length in pending if length > 1]
         return min(sum(prompts), self._config.max_num_batched_tokens - (len(pending) - len(prompts)))
 
-    def plan(self, cap: int) -> Plan:
-        """The next step: anchors first, then at most `cap` drafts, then prompts in what is left of the row budget.
+    def draft_room(self, num_anchors: int) -> int:
+        """Most drafts beside so many anchors. They leave half of the rows to prompts, if any can be computed: so
+        neither side starves."""
+        num_rows = self._config.max_num_batched_tokens - num_anchors
+        some_enter = self.waiting and len(self.running) < self._config.max_num_seqs
+        return num_rows // 2 if some_enter or num_anchors < len(self.running) else num_rows
 
-        Drafts leave half of the rows beyond the anchors to prompts as long as there are any, so neither side starves.
-        """
+    def plan(self, cap: int) -> Plan:
+        """The next step: anchors first, then at most `cap` drafts, then prompts in what is left of the row budget."""
         plan = Plan([])
         self._plan_anchors(plan)
-        budget = self._config.max_num_batched_tokens - len(plan.chunks)
-        prompts = bool(self.waiting) or len(plan.chunks) < len(self.running)
-        self._plan_drafts(plan, min(cap, budget // 2 if prompts else budget))
-        budget -= plan.max_drafts
+        self._plan_drafts(plan, min(cap, self.draft_room(len(plan.chunks))))
+        budget = self._config.max_num_batched_tokens - len(plan.chunks) - plan.max_drafts
         budget -= self._plan_prefills(plan, budget)
         self._admit_waiting(plan, budget)
         return plan

@@ -75,6 +75,8 @@ def everything_admitted(report: LoadReport, curve: CostCurve, tiers: Sequence[Sl
     survivals = levels[levels > 0] / LEVELS
     if not survivals.size:
         return True
+    if survivals.size > report.max_draft_tokens:
+        return False
     running = len(levels)
     num_drafts = np.arange(survivals.size + 1)
     seconds = decode_seconds(curve, running, report.num_prefill_tokens, num_drafts, report.context_tokens)

@@ -16,7 +16,7 @@ from cluster.messages import PositionCalibration
 from drafter.interface import check_temperatures
 
 PATIENCE_STEPS = 2048
-"""An engine whose evidence wasn't taken for so long refits itself."""
+"""An engine that was sent no temperatures for so long refits itself."""
 REFIT_EVERY_STEPS = 256
 REPORT_EVERY_STEPS = 256
 COUNTED_TOGETHER = 256
@@ -24,7 +24,7 @@ COUNTED_TOGETHER = 256
 
 
 class Calibrator:
-    """`observe`, `due` and `report` belong to the thread that steps; `take` and `offer` to any."""
+    """`observe`, `due` and `report` belong to the thread that steps; all else to any."""
 
     def __init__(self, temperatures: tuple[float, ...]) -> None:
         """Those that the drafter has now; empty for one without confidences, and then nothing is gathered."""
@@ -36,7 +36,7 @@ class Calibrator:
         self._num_uncounted = 0
         self._offered: tuple[float, ...] | None = None
         self._num_steps = 0
-        self._num_steps_untaken = 0
+        self._num_steps_alone = 0
 
     def observe(self, blocks: Blocks) -> None:
         """Of one step, drafted with the temperatures that are in force."""
@@ -71,14 +71,19 @@ class Calibrator:
         with self._lock:
             self._count()
             taken, self._evidence = self._evidence, Evidence.none(len(self.temperatures))
-            self._num_steps_untaken = 0
         return taken
+
+    def give_back(self, evidence: Evidence) -> None:
+        """What was taken, but reached nobody."""
+        with self._lock:
+            self._evidence += evidence
 
     def offer(self, temperatures: tuple[float, ...]) -> None:
         """For the next step. ValueError when they don't fit the drafter."""
         check_temperatures(temperatures, len(self.temperatures))
         with self._lock:
             self._offered = temperatures
+            self._num_steps_alone = 0
 
     def due(self) -> tuple[float, ...] | None:
         """Once before each step: the temperatures to draft with from now on, when they are others than before."""
@@ -86,9 +91,9 @@ class Calibrator:
             return None
         self._num_steps += 1
         with self._lock:
-            self._num_steps_untaken += 1
+            self._num_steps_alone += 1
             wanted, self._offered = self._offered, None
-            alone = self._num_steps_untaken >= PATIENCE_STEPS
+            alone = self._num_steps_alone >= PATIENCE_STEPS
             if wanted is None and alone and self._num_steps % REFIT_EVERY_STEPS == 0:
                 self._count()
                 wanted, self._evidence = refit(self._evidence, self.temperatures)

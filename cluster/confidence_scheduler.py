@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from ray.exceptions import RayActorError, RayError
 
 from cluster.accounts import FleetAccount, account
+from cluster.calibration import Evidence
 from cluster.leases import drafting
 from cluster.messages import BudgetLease, LoadReport, StepResult
 from cluster.metrics import SchedulerMetrics
@@ -99,6 +100,8 @@ class Reporting(Protocol):
     def last_report(self) -> LoadReport: ...
 
     def offer(self, lease: BudgetLease, report: LoadReport, asked_seconds: float) -> None: ...
+
+    def return_evidence(self, evidence: Evidence) -> None: ...
 
 
 class Rhythm:
@@ -185,10 +188,15 @@ class Line:
         if now - self._introduced_seconds >= INTRODUCE_SECONDS:
             member, self._introduced_seconds = self._introduce(), now
         with self._lock:
-            experience, self._experience = self._experience, Experience()
+            experience, self._experience = self._experience, Experience(self._experience.mode)
         self._rhythm.asked(report, now)
         sent = replace(report, request_ids=())
-        answer: Answer = await scheduler.report.remote(self._name, sent, experience, member)
+        try:
+            answer: Answer = await scheduler.report.remote(self._name, sent, experience, member)
+        except BaseException:  # being cancelled, when it takes too long, as well
+            if member is not None and member.evidence is not None:
+                self._engine.return_evidence(member.evidence)
+            raise
         self._rhythm.answered(answer.lease)
         if not answer.known:
             self._introduced_seconds = -math.inf

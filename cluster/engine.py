@@ -73,7 +73,7 @@ class Engine:
         self._lock = threading.Lock()
         self._sequences: dict[str, Sequence] = {}
         self._added: list[Sequence] = []
-        self._aborted: list[str] = []
+        self._aborted: list[Sequence] = []
         self._finish_times: deque[float] = deque(maxlen=32)
         self._num_steps = 0
 
@@ -97,8 +97,8 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request at the next step, which frees its blocks; nothing happens if it isn't there any more."""
         with self._lock:
-            if request_id in self._sequences:
-                self._aborted.append(request_id)
+            if sequence := self._sequences.get(request_id):
+                self._aborted.append(sequence)
 
     def offer(self, lease: BudgetLease, report: LoadReport, asked_seconds: float) -> None:
         """The fleet's scheduler answers a report of this engine, which was sent when `clock` said `asked_seconds`.
@@ -144,8 +144,6 @@ class Engine:
         with self._lock:
             return tuple(self._sequences)
 
-    # --- calibration ---
-
     @property
     def temperatures(self) -> tuple[float, ...]:
         """By slot: what confidence logits are divided by now. Empty without a confidence head."""
@@ -154,6 +152,10 @@ class Engine:
     def take_evidence(self) -> Evidence:
         """What became of drafts since the last time. From any thread; who never asks leaves the engine to itself."""
         return self._calibrator.take()
+
+    def return_evidence(self, evidence: Evidence) -> None:
+        """It was taken, but didn't arrive. From any thread."""
+        self._calibrator.give_back(evidence)
 
     def calibrate(self, temperatures: tuple[float, ...]) -> None:
         """Draft with these from the next step on. From any thread. ValueError when they don't fit the drafter."""
@@ -212,22 +214,19 @@ class Engine:
     def _receive(self) -> list[TokenEvent]:
         """Take in what was added and aborted since the last step."""
         with self._lock:
-            added, self._added = self._added, []
-            aborted, self._aborted = self._aborted, []
+            added, aborted, self._added, self._aborted = self._added, self._aborted, [], []
         for sequence in added:
             self._scheduler.welcome(sequence)
             self._batcher.add(sequence)
-        return [
-            self._finish(self._sequences[request_id], "abort")
-            for request_id in dict.fromkeys(aborted)
-            if request_id in self._sequences
-        ]
+        # Who ended meanwhile may have a successor of its name.
+        return [self._finish(s, "abort") for s in aborted if self._sequences.get(s.request_id) is s]
 
     def _draft(self, plan: Plan, rows: SamplingRows) -> Draft | None:
         """DRAFT: propose tokens for every chunk that may have some. No more slots than could be admitted."""
         chunks = [chunk for chunk in plan.chunks if chunk.max_drafts]
         if not chunks:
-            self._scheduler.drafted([], 0)
+            if plan.decoding:
+                self._scheduler.drafted([], 0)
             return None
         sequences = [chunk.sequence for chunk in chunks]
         anchored = plan.anchored
@@ -305,10 +304,13 @@ class Engine:
         for chunk in plan.chunks:
             sequence = chunk.sequence
             outcome = outcomes.get(sequence.request_id)
-            if outcome and sequence.num_output and chunk.num_rows == 1:
+            if outcome and sequence.num_output and chunk.num_rows == 1:  # the token that a prompt ends in is no round
                 rounds.append(self._count(chunk, outcome))
-            elif outcome and not sequence.began_seconds:  # the token that a prompt ends in is no round
-                sequence.began_seconds, sequence.began_output = self.clock(), sequence.num_output + 1
+            if outcome and not sequence.began_seconds:
+                sequence.began_seconds, sequence.began_output = (
+                    self.clock(),
+                    sequence.num_output + len(outcome.token_ids),
+                )
             self._batcher.commit(chunk, outcome.token_ids if outcome else [])
             if outcome and outcome.finish_reason:
                 events.append(self._finish(sequence, outcome.finish_reason, outcome))

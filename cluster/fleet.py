@@ -149,7 +149,9 @@ class _Loads:
         ranks = range(self.starts_Q[q], self.starts_Q[q] + len(self.groups[q].reports))
         epochs = [lease.epoch + 1 for lease in self.groups[q].previous] or [0] * len(ranks)
         if option == 0:
-            return [BudgetLease(cap=0, epoch=epoch) for epoch in epochs]
+            seconds = float(self.without_Q[q])
+            leases = zip(ranks, epochs, strict=True)
+            return [BudgetLease(cap=0, floors=self._floors(i, seconds, tiers), epoch=epoch) for i, epoch in leases]
         seconds, alone = float(self.seconds_QN[q, option - 1]), len(ranks) == 1
         padded, price = (0, self._price(q, option)) if alone else (int(self.first_Q[q] + option - 1), 0.0)
         return [
@@ -157,11 +159,14 @@ class _Loads:
                 cap=self._room(i, option),
                 price=price,
                 padded_tokens=padded,
-                floors=tuple(tier.min_tokens_per_second * seconds / self.reports[i].decode_share for tier in tiers),
+                floors=self._floors(i, seconds, tiers),
                 epoch=epoch,
             )
             for i, epoch in zip(ranks, epochs, strict=True)
         ]
+
+    def _floors(self, i: int, seconds: float, tiers: Sequence[SlaTier]) -> tuple[float, ...]:
+        return tuple(tier.min_tokens_per_second * seconds / self.reports[i].decode_share for tier in tiers)
 
     def _room(self, i: int, option: int) -> int:
         """Slots that engine i verifies."""

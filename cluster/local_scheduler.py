@@ -230,7 +230,7 @@ class LocalScheduler:
             tiers=bytes(sequence.request.tier for sequence in running),
             paces=self._paces(running, now) if self._tiers else b"",
             request_ids=tuple(sequence.request_id for sequence in running),
-            max_draft_tokens=self._config.max_num_batched_tokens,
+            max_draft_tokens=self._draft_room(batcher),
             num_prefill_tokens=plan.num_prefill_tokens,
             context_tokens=plan.context_tokens,
             num_waiting=num_waiting,
@@ -239,7 +239,7 @@ class LocalScheduler:
             decode_share=self._decode_share(plan),
         )
         self._reports.append(report)
-        decoded = [chunk for chunk in plan.chunks if chunk.num_rows == 1]
+        decoded = plan.decoding
         drafts = tuple((chunk.sequence.draft_return, chunk.num_accepted) for chunk in decoded if chunk.proposed)
         num_tokens = sum(1 + chunk.num_accepted for chunk in decoded)
         if decoded:  # else nobody made tokens, and the rate at which they are made stays what it was
@@ -248,7 +248,7 @@ class LocalScheduler:
 
     def _decode_share(self, plan: Plan) -> float:
         """Of LoadReport, this step included."""
-        if any(chunk.num_rows == 1 for chunk in plan.chunks):  # else a prompt keeps nobody waiting
+        if plan.decoding:  # else a prompt keeps nobody waiting
             self._decode_seconds += SHARE_RATE * (self._seconds_expected - self._decode_seconds)
             self._prompts_seconds += SHARE_RATE * (self._prompts_expected - self._prompts_seconds)
         total = self._decode_seconds + self._prompts_seconds
@@ -261,8 +261,11 @@ class LocalScheduler:
         if self._curve is None or not plan.chunks:
             return None
         without_drafts = plan.num_tokens - sum(chunk.num_admitted for chunk in plan.drafted)
-        sizes = [plan.num_tokens, without_drafts, sum(chunk.num_rows == 1 for chunk in plan.chunks)]
+        num_anchors = len(plan.decoding)
+        sizes = [plan.num_tokens, without_drafts, num_anchors]
         verify, plain, anchors = self._curve.step_seconds(sizes, plan.context_tokens).tolist()
+        if not num_anchors:
+            anchors = 0.0  # a curve has no such point
         draft = self._curve.draft_seconds(len(plan.drafted))
         self._prompts_expected = plain - anchors
         self._seconds_expected = verify + draft - self._prompts_expected
@@ -300,6 +303,7 @@ class LocalScheduler:
             tiers=bytes(sequence.request.tier for sequence in running),
             paces=bytes(paces),
             request_ids=tuple(sequence.request_id for sequence in running),
+            max_draft_tokens=self._draft_room(batcher),
             num_prefill_tokens=num_prompt_rows,
         )
 
@@ -311,6 +315,10 @@ class LocalScheduler:
         size = self._max_drafts
         rows = [s.expected_survival[:limit].ljust(size, b"\0") for s, limit in zip(sequences, limits, strict=True)]
         return b"".join(rows)
+
+    def _draft_room(self, batcher: Batcher) -> int:
+        """Of the next step."""
+        return batcher.draft_room(sum(sequence.num_pending == 1 for sequence in batcher.running))
 
     @property
     def _passing(self) -> float:

@@ -175,7 +175,7 @@ class LoadReport:
     drafted: bool
     """False when the step skipped the draft pass; its survivals are then the last known ones."""
     max_draft_tokens: int = 2**31
-    """Most drafts that fit a step's rows."""
+    """Most drafts that fit the next step's rows."""
     newcomer: bytes = b""
     """uint8 [G], as a row of `survival`: what a request that would join is expected to accept."""
     decode_share: float = 1.0

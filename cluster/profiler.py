@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -32,6 +32,8 @@ PASSES, REPEATS = 3, 2
 """All kinds of steps are run in turn, several times over, so that a busy moment doesn't make one size look dear."""
 SECONDS_PER_PASS = 1.7
 """Wider steps than ALWAYS_ROWS are left out once the first pass has taken so long."""
+SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_block_size")
+"""Settings that decide which steps are measured: a curve says nothing about far larger ones."""
 ALWAYS_ROWS = 16
 """So wide, at least, is measured on the slowest machine: one point would make no curve."""
 
@@ -83,24 +85,29 @@ def _provenance(config: EngineConfig, shard: Shard) -> Provenance:
         num_threads=config.num_threads,
         versions=f"torch {torch.__version__}, dspark-serve {own}",
         date=datetime.date.today().isoformat(),
+        sizes=", ".join(f"{name} {getattr(config, name)}" for name in SIZES),
     )
 
 
 def _path(config: EngineConfig, provenance: Provenance) -> Path:
     if config.cost_curve_path is not None:
         return Path(config.cost_curve_path).expanduser()
-    facts = (provenance.model, provenance.dtype, provenance.device, provenance.num_threads, provenance.versions)
-    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(repr(replace(provenance, date="")).encode()).hexdigest()[:16]
     return models_folder().parent / "cost-curves" / f"{digest}.json"
 
 
 def measure(shard: Shard, config: EngineConfig) -> list[StepResult]:
-    """The fastest of a few real steps of each kind, narrow kinds first. Overwrites the shard's pages."""
+    """The fastest of a few real steps of each kind, narrow kinds first. Overwrites the shard's pages.
+
+    Raises ValueError when max_model_len has no room for them.
+    """
     settings = config.model_copy(
         update={"speculation": "fixed", "num_speculative_tokens": None, "enable_prefix_caching": True}
     )
     num_tokens = (shard.num_draft_slots + 1) * (REPEATS + 2)
     longest = config.max_model_len - num_tokens
+    if longest < 1:
+        raise ValueError(f"max_model_len is {config.max_model_len}; scheduling this drafter needs {num_tokens + 1}")
     results: list[StepResult] = []
     for context in sorted({min(context, longest) for context in CONTEXTS}):
         engine = Engine(settings, shard, None)

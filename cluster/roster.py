@@ -151,7 +151,7 @@ class Roster:
         for tiers, companies in self.companies():
             alone.difference_update(entry.member.engine for company in companies for entry in company)
             asking = [company for company in companies if any(entry.has_news for entry in company)]
-            leases = fleet.allocate([_group(company) for company in asking], tiers)
+            leases = fleet.allocate([group_of(company) for company in asking], tiers)
             for entry, lease in zip(chain(*asking), chain(*leases), strict=True):
                 entry.lease, entry.has_news = self._published(entry, lease), False
                 num_leases += 1
@@ -187,7 +187,8 @@ def _decodes(company: Company) -> bool:
     return any(entry.report.tiers for entry in company if entry.report is not None)
 
 
-def _group(company: Company) -> Group:
+def group_of(company: Company) -> Group:
+    """What steps together, as `fleet.allocate` takes it."""
     reports = [entry.report for entry in company if entry.report is not None]
     # All wait for the prompts of whoever has most.
     share = min(report.decode_share for report in reports)

@@ -39,6 +39,8 @@ class Provenance:
     """The libraries that set the speed, e.g. "torch 2.13.0, dspark 0.1.0"."""
     date: str
     """ISO day of the measurement."""
+    sizes: str = ""
+    """The settings that say which steps were measured, e.g. "max_num_seqs 32, kv_block_size 16"."""
 
     def difference(self, other: Provenance) -> str:
         """The first fields that differ, for an error message; empty when the curve fits."""

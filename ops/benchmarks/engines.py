@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -19,6 +19,8 @@ from deployments.tokenizer import Tokenizer
 from ops.benchmarks.drive import Progress
 
 MODES = ("plain", "fixed", "scheduled")
+GOLDEN = 0.618034
+"""Its multiples are spread evenly over the unit interval, however many there are."""
 
 
 def served_config(path: Path) -> EngineConfig:
@@ -42,7 +44,10 @@ class EngineBackend:
         self._sampling = sampling
 
     def add(self, request_id: str, prompt_token_ids: tuple[int, ...]) -> None:
-        self._engine.add(Request(request_id=request_id, prompt_token_ids=prompt_token_ids, sampling=self._sampling))
+        self._engine.add(self.request(request_id, prompt_token_ids))
+
+    def request(self, request_id: str, prompt_token_ids: tuple[int, ...]) -> Request:
+        return Request(request_id=request_id, prompt_token_ids=prompt_token_ids, sampling=self._sampling)
 
     def step(self) -> list[Progress]:
         progress = []
@@ -53,6 +58,20 @@ class EngineBackend:
             finished = event.finish_reason is not None
             progress.append(Progress(event.request_id, len(event.token_ids), finished, rounds, accepted))
         return progress
+
+
+class TrafficBackend(EngineBackend):
+    """Answers have half to one and a half times `sampling.max_tokens`, by the number of the request, and end nowhere
+    else: so whoever is compared makes as many tokens from the same prompts.
+
+    Were all of one length, plain decoding would end them in the same steps, and compute their successors' prompts
+    together, as no real traffic does.
+    """
+
+    def request(self, request_id: str, prompt_token_ids: tuple[int, ...]) -> Request:
+        length = max(1, round(self._sampling.max_tokens * (0.5 + int(request_id) * GOLDEN % 1)))
+        sampling = replace(self._sampling, max_tokens=length, stop_token_ids=())
+        return replace(super().request(request_id, prompt_token_ids), sampling=sampling)
 
 
 @dataclass(frozen=True)

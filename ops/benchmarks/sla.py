@@ -32,21 +32,19 @@ from drafter.interface import Drafter
 from drafter.source import resolve_source
 from ops.benchmarks import report
 from ops.benchmarks.drive import Measurement, OwnClock, Progress, steps, turns
-from ops.benchmarks.engines import EngineBackend, end_token_ids, served_config
+from ops.benchmarks.engines import TrafficBackend, served_config
 from ops.benchmarks.prompts import load_datasets
 
 Prompts = Sequence[tuple[int, ...]]
 
 STRICT_EVERY = 4
 PILOT_QUANTILE = 0.15
-GOLDEN = 0.618034
-"""Its multiples are spread evenly over the unit interval, however many there are."""
 OWN = "no promises"
 """Scheduled by throughput alone."""
 NUM_RESAMPLES = 2000
 
 
-class TieredBackend(EngineBackend):
+class TieredBackend(TrafficBackend):
     """An engine that takes every `STRICT_EVERY`th request into the second tier, and how fast each request was."""
 
     def __init__(self, engine: Engine, sampling: SamplingParams) -> None:
@@ -56,12 +54,8 @@ class TieredBackend(EngineBackend):
         self.num_finished = 0
         self._flights: dict[str, tuple[float, int, float]] = {}
 
-    def add(self, request_id: str, prompt_token_ids: tuple[int, ...]) -> None:
-        tier, longest = int(is_strict(request_id)), num_tokens(int(request_id), self._sampling.max_tokens)
-        sampling = replace(self._sampling, max_tokens=longest)
-        self._engine.add(
-            Request(request_id=request_id, prompt_token_ids=prompt_token_ids, sampling=sampling, tier=tier)
-        )
+    def request(self, request_id: str, prompt_token_ids: tuple[int, ...]) -> Request:
+        return replace(super().request(request_id, prompt_token_ids), tier=int(is_strict(request_id)))
 
     def step(self) -> list[Progress]:
         progress = super().step()
@@ -76,12 +70,6 @@ class TieredBackend(EngineBackend):
                 if last > first:
                     self.speeds[item.request_id] = (num_tokens - 1) / (last - first)
         return progress
-
-
-def num_tokens(index: int, mean: int) -> int:
-    """Half to one and a half times the mean. Were all answers of one length, plain decoding would end them in the same
-    steps, and compute their successors' prompts together, as no real traffic does."""
-    return max(1, round(mean * (0.5 + index * GOLDEN % 1)))
 
 
 def is_strict(request_id: str) -> bool:
@@ -208,7 +196,7 @@ def run(options: argparse.Namespace) -> report.Row:
     folder = resolve_source(config.model_source)
     datasets = load_datasets(options.prompts, folder)
     prompts = [prompt for row in zip(*(dataset.prompts for dataset in datasets), strict=False) for prompt in row]
-    sampling = SamplingParams(max_tokens=options.max_tokens, stop_token_ids=end_token_ids(folder))
+    sampling = SamplingParams(max_tokens=options.max_tokens)
     shard = Shard.load(config)
     promise = options.promise or pilot(config, shard, sampling, prompts, options)
     policies = make_policies(config, shard, promise, options.weights, options.fixed)
@@ -269,7 +257,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--promise", type=float, help="tokens per second of the strict tier (default: by a pilot run)")
     parser.add_argument("--promise-at", type=int, default=16, help="load of the pilot run")
     parser.add_argument("--num-requests", type=int, default=128, help="of each policy and load")
-    parser.add_argument("--max-tokens", type=int, default=64, help="most new tokens of a request, on average")
+    parser.add_argument("--max-tokens", type=int, default=64, help="new tokens of a request, in the mean")
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args(arguments)
     if min(*options.concurrency, options.num_requests, options.max_tokens, options.promise_at) < 1:

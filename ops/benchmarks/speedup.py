@@ -25,7 +25,7 @@ from cluster.messages import SamplingParams
 from drafter.source import resolve_source
 from ops.benchmarks import machine, report
 from ops.benchmarks.drive import Measurement, OwnClock, steps, turns
-from ops.benchmarks.engines import MODES, Bench, EngineBackend, end_token_ids, served_config
+from ops.benchmarks.engines import MODES, Bench, EngineBackend, TrafficBackend, end_token_ids, served_config
 from ops.benchmarks.prompts import Dataset, load_datasets
 
 MIN_BATCHES = 3
@@ -46,12 +46,12 @@ class Cell:
 def make_cells(
     datasets: Sequence[Dataset], temperatures: Sequence[float], concurrencies: Sequence[int], num_prompts: int
 ) -> list[Cell]:
-    """Batches of one prompt at concurrency 1, and of two per place above it, so that places are refilled."""
+    """Batches of one prompt at concurrency 1, and of three per place above it, so that places are refilled."""
     cells = []
     for dataset in datasets:
         for temperature in temperatures:
             for concurrency in concurrencies:
-                size = 1 if concurrency == 1 else 2 * concurrency
+                size = 1 if concurrency == 1 else 3 * concurrency
                 count = max(MIN_BATCHES, -(-num_prompts // size))
                 batches = tuple(tuple(dataset.take(index * size, size)) for index in range(count))
                 cells.append(Cell(dataset, temperature, concurrency, batches))
@@ -62,11 +62,12 @@ def measure_cell(
     cell: Cell, engines: dict[str, Engine], sampling: SamplingParams, bar: Any
 ) -> dict[str, list[Measurement]]:
     measured: dict[str, list[Measurement]] = {mode: [Measurement() for _ in cell.batches] for mode in MODES}
+    backend = EngineBackend if cell.concurrency == 1 else TrafficBackend
     for index, batch in enumerate(cell.batches):
         bar.set_postfix_str(f"{cell.dataset.name} x{cell.concurrency}")
         clocks = [OwnClock() for _ in MODES]
         loops = [
-            steps(EngineBackend(engines[mode], sampling), batch, cell.concurrency, measured[mode][index], clock)
+            steps(backend(engines[mode], sampling), batch, cell.concurrency, measured[mode][index], clock)
             for mode, clock in zip(MODES, clocks, strict=True)
         ]
         for _ in turns(loops, clocks):
@@ -157,7 +158,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, nargs="+", default=(), help="JSONL files (default: a built-in set)")
     parser.add_argument("--concurrency", type=int, nargs="+", help="requests in flight (default: 1 2 4 8 16)")
     parser.add_argument("--temperature", type=float, nargs="+", default=[1.0], help="one or more (default: 1)")
-    parser.add_argument("--max-tokens", type=int, help="most new tokens of a request (default: 128)")
+    parser.add_argument("--max-tokens", type=int, help="new tokens of a request, in the mean (default: 128)")
     parser.add_argument("--num-prompts", type=int, help="least prompts per data set and concurrency (default: 16)")
     parser.add_argument(
         "--quick", action="store_true", help="under a minute: concurrency 1 and 4, 24 tokens, few prompts"

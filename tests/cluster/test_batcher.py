@@ -69,9 +69,18 @@ def test_drafts_leave_prompts_half_of_the_rows() -> None:
     plan = batcher.plan(100)
     assert plan.max_drafts == 10, "alone, the drafts may fill the batch"
     add(batcher, list(range(30)))
+    assert batcher.draft_room(2) == 5
     plan = batcher.plan(100)
     assert plan.max_drafts == 5
     assert rows(plan) == [1, 1, 5]
+
+
+def test_who_waits_for_a_place_takes_no_rows_from_drafts() -> None:
+    batcher = make(max_drafts=7, max_num_batched_tokens=12, max_num_seqs=2)
+    for _ in range(3):
+        add(batcher, [1, 2], max_tokens=60)
+    finish_step(batcher, batcher.plan(100))
+    assert batcher.plan(100).max_drafts == batcher.draft_room(2) == 10
 
 
 def test_the_cap_bounds_drafts_of_the_step_and_of_each_request() -> None:

@@ -154,13 +154,20 @@ def test_load_lowers_the_budget_per_request() -> None:
 
 
 @UNTIMED
-@given(batches, jagged_curves(), st.integers(0, 8), st.sampled_from([0, 64, 96, 255]), st.floats(0.0, 200.0))
+@given(
+    batches,
+    jagged_curves(),
+    st.integers(0, 8),
+    st.integers(0, 16),
+    st.sampled_from([0, 64, 96, 255]),
+    st.floats(0, 200),
+)
 def test_the_bypass_never_contradicts_the_search_for_promises(
-    batch: list[tuple[float, ...]], curve: CostCurve, prefill: int, pace: int, speed: float
+    batch: list[tuple[float, ...]], curve: CostCurve, prefill: int, most: int, pace: int, speed: float
 ) -> None:
     tiers = (SlaTier("standard"), SlaTier("fast", speed, weight=8.0))
     owners = bytes(index % 2 for index in range(len(batch)))
-    report = replace(report_of(batch, prefill), tiers=owners, paces=bytes([pace] * len(batch)))
+    report = replace(report_of(batch, prefill, most), tiers=owners, paces=bytes([pace] * len(batch)))
     if everything_admitted(report, curve, tiers):
         everything = BudgetLease(cap=np.count_nonzero(survival_levels(report)))
         [[lease]] = allocate([Group([report], curve, [everything])], tiers, min_gain=1e-6)

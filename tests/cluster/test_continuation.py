@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from tiny_engine import knowing_drafter, make_engine, prompts, request, run
 
-from cluster.messages import InvalidRequestError
+from cluster.messages import InvalidRequestError, SlaTier
+from cluster.sla import encode_paces
 
 MAX_TOKENS = 24
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -46,6 +47,23 @@ def test_the_rest_is_what_it_would_have_been(tiny: tuple[Path, Any], name: str, 
         for now, then in zip(continued.logprobs[rest.request_id], undisturbed.logprobs["whole"][cut:], strict=True):
             assert now.logprob == pytest.approx(then.logprob, abs=1e-4)
     assert engine.num_free_kv_blocks == 512
+
+
+@pytest.mark.parametrize("num_emitted", [1, 4])
+def test_a_continued_request_is_held_to_its_promise(tiny: tuple[Path, Any], num_emitted: int) -> None:
+    """From the first token that comes from this engine, also where its prompt ends in a chunk of a single row."""
+    tiers = (SlaTier("fast", min_tokens_per_second=1.0),)
+    engine = make_engine(tiny[0], None, tiers=tiers, max_num_batched_tokens=16)
+    now = 5.0
+    engine.clock = lambda: now
+    engine.add(replace(request(list(range(16)), max_tokens=60), emitted_token_ids=(7,) * num_emitted))
+    engine.step()
+    engine.step()
+    [sequence] = engine._batcher.running
+    assert (sequence.began_seconds, sequence.began_output) == (5.0, num_emitted + 1)
+    now = 105.0
+    engine.step()
+    assert engine.last_report.paces == encode_paces([1.0], [100.0], [1])
 
 
 def test_nothing_left_to_generate_is_refused(tiny: tuple[Path, Any]) -> None:

@@ -302,6 +302,24 @@ def test_abort_frees_the_blocks_in_one_step(tiny, drafter) -> None:
     assert not engine.has_work
 
 
+def test_an_abort_that_comes_too_late_does_not_hit_a_successor_of_the_name(tiny) -> None:
+    engine = make_engine(tiny[0], None)
+    engine.add(request([1, 2], "name", max_tokens=2))
+    engine.step()
+    finish = engine._finish
+
+    def finish_and_abort(sequence, reason, outcome=None):
+        engine.abort("name")  # another thread's, in the middle of the step that ends it
+        return finish(sequence, reason, outcome)
+
+    engine._finish = finish_and_abort
+    [event] = engine.step().events
+    engine._finish = finish
+    assert event.finish_reason == "length"
+    engine.add(request([1, 2], "name", max_tokens=3))
+    assert [engine.step().events[0].finish_reason for _ in range(3)] == [None, None, "length"]
+
+
 def test_abort_of_a_waiting_request(tiny) -> None:
     engine = make_engine(tiny[0], None, max_num_seqs=1)
     engine.add(request([1, 2], "first", max_tokens=4))

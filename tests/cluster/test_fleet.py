@@ -310,6 +310,15 @@ def test_budgets_do_not_flap_and_lockstep_keeps_its_rows() -> None:
     assert len(seen) <= 2 and leases[0].epoch == 39
 
 
+def test_a_lease_that_drafts_nothing_still_says_what_was_promised() -> None:
+    """So the engine goes on reporting often, and who is behind is ranked first when drafts are tried."""
+    cost = CostCurve.fit([VerifySample(n, 0, 0.010 * n) for n in range(1, 20)], [DraftSample(1, 0.05)], HERE)
+    tiers = (SlaTier("standard"), SlaTier("fast", min_tokens_per_second=50.0, weight=2.0))
+    [[lease]] = allocate([Group([Rank([(1, (0.1,)), (0, (0.1,))]).report()], cost)], tiers)
+    assert lease.cap == 0
+    assert lease.floors == pytest.approx((0.0, 50.0 * 0.02))
+
+
 def test_needs_are_named_by_request_where_something_is_promised() -> None:
     report = Rank([(0, (0.5,)), (1, (1.0, 1.0))]).report()
     assert needs_by_request(report, (0.0, 2.5)) == {"0": 0.0, "1": 2.5}

@@ -13,15 +13,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayError
+from test_metrics import STEP
 from test_scheduling import VOCAB, curve
 from tiny_engine import Outputs, make_engine, prompts, random_drafter, request
 
 from cluster.budget import encode_survival
+from cluster.calibration import Evidence
 from cluster.confidence_scheduler import IDLE_SECONDS, SETTLED_SECONDS, ConfidenceScheduler, Line, Rhythm
 from cluster.engine import Engine
 from cluster.leases import Offer, Offers
 from cluster.messages import BudgetLease, LoadReport
-from cluster.roster import Member
+from cluster.roster import Answer, Experience, Member
 
 
 def report(step: int = 0, num_requests: int = 2, prefill: int = 0) -> LoadReport:
@@ -143,12 +146,55 @@ async def _settle() -> None:
     assert len(seconds) <= 16, "at REPORT_SECONDS and a round each there would be some 45"
 
 
+async def _lose_a_report(scheduler: Any, loss: type[BaseException]) -> None:
+    """The engine's next introduction follows at once, with what the lost one held."""
+    engine, brought = SteppingEngine(), Evidence.none(4)
+    member = Member(
+        engine="e", replica="r", group="", rank=0, group_size=1, max_num_seqs=8, tiers=(), curve=curve(0.01)
+    )
+    line = Line("e", engine, lambda: replace(member, evidence=brought), settles=True)
+    line.connect(SimpleNamespace(report=SimpleNamespace(remote=scheduler)))
+    line.observe(STEP)
+    with pytest.raises(loss):
+        await asyncio.wait_for(line._ask(line._scheduler, report(step=1), 0.0), 0.1)
+    assert engine.returned == [brought]
+
+
+def test_evidence_of_a_report_that_is_lost_is_kept() -> None:
+    async def freeze(*_: Any) -> None:
+        await asyncio.sleep(60)
+
+    async def die(*_: Any) -> None:
+        raise RayError
+
+    asyncio.run(_lose_a_report(freeze, TimeoutError))
+    asyncio.run(_lose_a_report(die, RayError))
+
+
+def test_an_idle_engine_still_says_who_decided_its_last_step() -> None:
+    async def told() -> list[str]:
+        modes = []
+
+        async def keep(_: str, __: LoadReport, experience: Experience, *___: Any) -> Answer:
+            modes.append(experience.mode)
+            return Answer(known=True)
+
+        line = Line("e", SteppingEngine(), lambda: None, settles=True)  # type: ignore[arg-type, return-value]
+        line.observe(STEP)
+        for step in (1, 2):
+            await line._ask(SimpleNamespace(report=SimpleNamespace(remote=keep)), report(step=step), 0.0)
+        return modes
+
+    assert asyncio.run(told()) == ["local", "local"]
+
+
 class SteppingEngine:
     """A report every time that somebody looks."""
 
     def __init__(self) -> None:
         self.clock = time.monotonic
         self.offers: list[tuple[BudgetLease, float]] = []
+        self.returned: list[Evidence] = []
         self._steps = itertools.count()
 
     @property
@@ -157,6 +203,9 @@ class SteppingEngine:
 
     def offer(self, lease: BudgetLease, report: LoadReport, asked_seconds: float) -> None:
         self.offers.append((lease, asked_seconds))
+
+    def return_evidence(self, evidence: Evidence) -> None:
+        self.returned.append(evidence)
 
 
 def test_an_engine_that_stands_still_is_heard_now_and_then() -> None:

@@ -109,22 +109,27 @@ def test_outcomes_land_where_they_belong() -> None:
     assert evidence.predicted.sum(axis=2)[0] == pytest.approx([0.9, 0.72, 0.504])
 
 
-def test_an_engine_nobody_asks_refits_itself_and_one_that_is_asked_waits_for_its_lease(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("asked", "answered"), [(False, False), (True, False), (True, True)])
+def test_an_engine_that_nobody_answers_refits_itself_and_loses_no_evidence(
+    monkeypatch: pytest.MonkeyPatch, asked: bool, answered: bool
 ) -> None:
     monkeypatch.setattr(calibrator_module, "PATIENCE_STEPS", 20)
     monkeypatch.setattr(calibrator_module, "REFIT_EVERY_STEPS", 10)
-    for asked in (False, True):
-        one = Calibrator((1.0,) * NUM_SLOTS)
-        for number in range(80):
-            one.due()
-            one.observe(blocks(one.temperatures, 400, number))
-            if asked and number % 8 == 0:
-                assert one.take().num_tested[0] > 0
-        assert (one.temperatures == (1.0,) * NUM_SLOTS) == asked
-        one.offer((3.0,) * NUM_SLOTS)
-        assert one.due() == (3.0,) * NUM_SLOTS == one.temperatures
-        assert one.due() is None, "only what changed"
+    one = Calibrator((1.0,) * NUM_SLOTS)
+    for number in range(80):
+        one.due()
+        one.observe(blocks(one.temperatures, 400, number))
+        if asked and number % 8 == 0:
+            taken = one.take()
+            assert taken.num_tested[0] > 0 == one.take().num_tested[0]
+            if answered:
+                one.offer((1.0,) * NUM_SLOTS)
+            else:
+                one.give_back(taken)
+    assert (one.temperatures == (1.0,) * NUM_SLOTS) == answered
+    one.offer((3.0,) * NUM_SLOTS)
+    assert one.due() == (3.0,) * NUM_SLOTS == one.temperatures
+    assert one.due() is None, "only what changed"
     with pytest.raises(ValueError, match="temperatures: 2 for a drafter that has 4"):
         one.offer((1.0, 1.0))
     with pytest.raises(ValueError, match="positive"):

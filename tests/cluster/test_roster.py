@@ -165,7 +165,10 @@ def test_idle_engines_are_members_and_people_are_told_how_fast_a_request_would_b
     say(roster, member("idle"), load(0))
     say(roster, member("busy"), load(12))
     roster.allocate()
+    roster.note("idle", load(0), Experience("lease", 100, 1.0), 0.0)
+    roster.note("busy", load(12), Experience("lease", 100, 1.0), 0.0)
     busy, idle = account(roster, 0.0, 0.0).engines
+    assert (busy.measured_tokens_per_second, idle.measured_tokens_per_second) == (100.0, 0.0)
     assert len(idle.speeds) == len(busy.speeds) == len(TIERS)
     assert min(idle.speeds) > max(busy.speeds) > 0
 
