@@ -132,7 +132,7 @@ def depth(survival: ArrayLike, lease: BudgetLease, needs: ArrayLike = 0.0, weigh
     survival [R][G] of a report, so two steps old; needs and weights as in `admit`. Each slot makes a draft pass longer.
     """
     values = _values(survival, needs, weights)
-    return min(int(np.count_nonzero((values >= lease.price).any(axis=0))) + 1, values.shape[1])
+    return min(int(np.count_nonzero((values >= lease.price).any(axis=0))) + 1, int(values.shape[1]))
 
 
 def _values(survival: ArrayLike, needs: ArrayLike, weights: ArrayLike) -> Array:
