@@ -105,9 +105,7 @@ def watched(troubled: Server, tmp_path_factory: pytest.TempPathFactory) -> Itera
     folder, listen = tmp_path_factory.mktemp("prometheus"), f"127.0.0.1:{free_port()}"
     rules = folder / "rules.yaml"
     rules.write_text(shortened(text()))
-    host = troubled.url.removeprefix("http://").partition("/")[0]
-    config = prometheus.configuration(host, rules, scrape_seconds=1)
-    config["scrape_configs"][0]["metrics_path"] = f"/{APPLICATION}/metrics"
+    config = prometheus.configuration(troubled.url.removeprefix("http://"), rules, scrape_seconds=1)
     with prometheus.running(folder, listen, config) as server:
         eventually(lambda: bool(server.query("dspark_requests_running")), "the engine is scraped")
         yield server

@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from tests.helm.render import CHART, manifests, objects, one, values_of, with_
+from tests.helm.render import CHART, manifests, notes, objects, one, values_of, with_
 from tests.ops.metric_names import known, named
 
 ROOT = CHART.parents[1]
@@ -29,6 +29,21 @@ def test_a_label_of_the_defaults_can_be_taken_away(section: str, kind: str, labe
     assert found
     for labels in (document["metadata"]["labels"] for document in found):
         assert labels.keys() == one("RayService", values)["metadata"]["labels"].keys() | more.keys()
+
+
+def test_each_application_is_scraped_and_shown_below_its_prefix() -> None:
+    serve = yaml.safe_load(EVERYTHING["serveConfigV2"])
+    first = serve["applications"][0]
+    del first["route_prefix"]
+    serve["applications"].append({**first, "name": "other", "route_prefix": "/other"})
+    values = {**EVERYTHING, "serveConfigV2": yaml.safe_dump(serve)}
+    endpoints = one("PodMonitor", values)["spec"]["podMetricsEndpoints"]
+    assert [endpoint["path"] for endpoint in endpoints] == ["/metrics", "/other/metrics"]
+    named_as = [endpoint["relabelings"][0]["replacement"] for endpoint in endpoints]
+    assert named_as == ["dspark", "other"], "else one target's samples would pass for the other's"
+    said = notes(values)
+    assert "curl http://127.0.0.1:8000/v1/models" in said and "curl http://127.0.0.1:8000/other/v1/models" in said
+    assert "cluster: http://demo.llm.svc:9000/v1 http://demo.llm.svc:9000/other/v1" in said
 
 
 def test_monitoring_ships_the_rules_and_dashboards_with_working_links() -> None:
