@@ -25,7 +25,8 @@ Promise = Literal["ttft", "speed", "answer"]
 Admission = Literal["met", "waited", "unmet", "unknown"]
 """How a request with a promised speed got to its replica: one that can keep it, at once or after a wait; one that
 can't, because none could; or any, because no engine has said what it can do."""
-ShedReason = Literal["queue_full", "tier_unmet"]
+ShedReason = Literal["queue_full", "tier_unmet", "engine_unavailable"]
+"""Why no engine took a request: the error codes that its client gets."""
 
 STEP_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -266,7 +267,9 @@ class ServiceMetrics:
 
     def _build_requests(self, registry: CollectorRegistry) -> None:
         self._requests = _counter(registry, "dspark_requests", "Finished choices by finish reason", "finish_reason")
-        self._shed = _counter(registry, "dspark_requests_shed", "Requests refused with 429, and why", "tier", "reason")
+        self._shed = _counter(
+            registry, "dspark_requests_shed", "Requests refused before an engine had them, and why", "tier", "reason"
+        )
         self._migrated = _counter(
             registry, "dspark_requests_migrated", "Choices that another engine continued after theirs was lost"
         )
@@ -311,7 +314,7 @@ class ServiceMetrics:
         self._migrated.inc()
 
     def observe_shed(self, tier: str, reason: ShedReason) -> None:
-        """Count one request that was refused with 429."""
+        """Count one request that was refused before an engine had it."""
         self._shed.labels(tier, reason).inc()
 
     def observe_sla(self, tier: str, broken: Sequence[Promise]) -> None:

@@ -58,7 +58,7 @@ NOW = Row(
         ),
         stat(
             "Refused",
-            "Requests per second answered with 429: the queue was full, or no replica could keep a promise.",
+            "Requests per second that no engine took: all were full, none kept a promise, or none was there.",
             "reqps",
             rate("dspark_requests_shed_total", HTTP),
             thresholds=((None, GREEN), (0.01, RED)),

@@ -92,7 +92,7 @@ ALERTS = (
         f"sum by ({GROUP}) (rate(dspark_requests_shed_total[5m])) > 0",
         "5m",
         "critical",
-        "{{ $labels.model }}: {{ $value | humanize }} requests per second are refused with 429",
+        "{{ $labels.model }}: {{ $value | humanize }} requests per second are refused",
     ),
     Alert(
         "DSparkKVExhausted",
