@@ -1,8 +1,8 @@
 """Every metric of the system: its name, type, labels and buckets, and nothing about where the numbers come from.
 
-Three groups: what an engine knows (EngineMetrics, from StepResults), what only the HTTP side knows (ServiceMetrics,
-times as a client feels them), and what the fleet's scheduler does (SchedulerMetrics). Each process fills a registry of
-its own; exposition.py joins their texts into one scrape.
+Four groups: what an engine knows (EngineMetrics, from StepResults), what only the HTTP side knows (ServiceMetrics,
+times as a client feels them), what the fleet's scheduler does (SchedulerMetrics), and what is left to tell of engines
+that are gone (HubMetrics). Each process fills a registry of its own; exposition.py joins their texts into one scrape.
 
 Accepted length = 1 + the sum over positions of accepted / rounds: both are derived from the same VerifyRounds, so they
 can't disagree. Position 0 is the first draft token.
@@ -365,6 +365,23 @@ class SchedulerMetrics:
 
     def observe_fleet(self, num_engines: int) -> None:
         self._engines.set(num_engines)
+
+    def text(self) -> str:
+        """The exposition text of this registry."""
+        return generate_latest(self.registry).decode()
+
+
+class HubMetrics:
+    """What outlives the engines that it tells of: their own counters are lost with them."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._lost = _counter(
+            registry, "dspark_engines_lost", "Engines that died, hung or lost a rank; a lockstep group is one"
+        )
+
+    def observe_lost_engine(self) -> None:
+        self._lost.inc()
 
     def text(self) -> str:
         """The exposition text of this registry."""

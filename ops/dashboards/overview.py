@@ -172,14 +172,10 @@ STEPS = Row(
             quantiles("dspark_step_tokens", ENGINE, of=(0.5, 0.95)),
         ),
         Panel(
-            "Engine restarts",
-            "Times in the last hour that an engine's counters began again at 0.",
+            "Engines lost",
+            "Engines that died, hung or lost a rank in the last hour, and were replaced.",
             "short",
-            (
-                Query(
-                    f"sum by (replica) (resets(dspark_generated_tokens_total{{{ENGINE}}}[1h]))", "replica {{replica}}"
-                ),
-            ),
+            (Query(f"sum(increase(dspark_engines_lost_total{{{HTTP}}}[1h]))", "lost"),),
             thresholds=((None, GREEN), (1, YELLOW), (3, RED)),
             runbook="dsparkenginerestarting",
         ),

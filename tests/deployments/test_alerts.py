@@ -58,7 +58,7 @@ CROWDED = {
 LEADERLESS = {"DSparkSchedulerStale", "DSparkDrafterProposesNothing"}
 ELSEWHERE = {
     "DSparkEngineStuck": "a step that hangs in a process that still answers: takes a second rank, and freezing it",
-    "DSparkEngineRestarting": "an engine that starts twice in a row: half a minute of test for one call of resets()",
+    "DSparkEngineRestarting": "an engine that is lost twice: half a minute of test for what is counted here once",
 }
 """Proven on made-up series only, and why that is enough."""
 
