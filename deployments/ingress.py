@@ -359,7 +359,8 @@ class Ingress:
         }
 
     async def _push_metrics(self) -> None:
-        name = f"ingress-{serve.get_replica_context().rank.rank}"
         while True:
-            self._hub.push.remote(Exposition(name, 0, self._metrics.text()))
+            context = serve.get_replica_context()  # Serve deals the ranks anew, so a rank names us only for now
+            exposition = Exposition(f"ingress-{context.rank.rank}", 0, self._metrics.text())
+            self._hub.push.remote(exposition, source=context.replica_id.unique_id)
             await asyncio.sleep(PUSH_PERIOD_SECONDS)
