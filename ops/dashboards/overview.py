@@ -34,7 +34,7 @@ NOW = Row(
             "Engines",
             "Engines whose process reported in the last seconds. Fewer than deployed: one is loading, dead or stuck.",
             "short",
-            f"count(dspark_requests_running{{{ENGINE}}})",
+            f"count(dspark_requests_running{{{ENGINE}}}) or vector(0)",
             thresholds=((None, RED), (1, GREEN)),
             runbook="dsparknoengine",
         ),
