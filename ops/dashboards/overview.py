@@ -130,7 +130,7 @@ MEMORY = Row(
     (
         Panel(
             "KV blocks in use",
-            "Share of the pool. Full with preemptions: sequences are recomputed instead of continued.",
+            "Share of the pool that running sequences hold. Full with preemptions: some are recomputed, not continued.",
             "percentunit",
             (Query(f"max by (replica) (dspark_kv_cache_usage_ratio{{{ENGINE}}})", "replica {{replica}}"),),
             thresholds=((None, GREEN), (0.8, YELLOW), (0.95, RED)),
