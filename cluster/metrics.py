@@ -1,8 +1,8 @@
 """Every metric of the system: its name, type, labels and buckets, and nothing about where the numbers come from.
 
-Three groups: what an engine knows (EngineMetrics, from StepResults), what only the HTTP side knows (ServiceMetrics,
-times as a client feels them), and what the fleet's scheduler does (SchedulerMetrics). Each process fills a registry of
-its own; exposition.py joins their texts into one scrape.
+Four groups: what an engine knows (EngineMetrics, from StepResults), what only the HTTP side knows (ServiceMetrics,
+times as a client feels them), what the fleet's scheduler does (SchedulerMetrics), and what is left to tell of engines
+that are gone (HubMetrics). Each process fills a registry of its own; exposition.py joins their texts into one scrape.
 
 Accepted length = 1 + the sum over positions of accepted / rounds: both are derived from the same VerifyRounds, so they
 can't disagree. Position 0 is the first draft token.
@@ -25,7 +25,8 @@ Promise = Literal["ttft", "speed", "answer"]
 Admission = Literal["met", "waited", "unmet", "unknown"]
 """How a request with a promised speed got to its replica: one that can keep it, at once or after a wait; one that
 can't, because none could; or any, because no engine has said what it can do."""
-ShedReason = Literal["queue_full", "tier_unmet"]
+ShedReason = Literal["queue_full", "tier_unmet", "engine_unavailable"]
+"""Why no engine took a request: the error codes that its client gets."""
 
 STEP_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -266,7 +267,9 @@ class ServiceMetrics:
 
     def _build_requests(self, registry: CollectorRegistry) -> None:
         self._requests = _counter(registry, "dspark_requests", "Finished choices by finish reason", "finish_reason")
-        self._shed = _counter(registry, "dspark_requests_shed", "Requests refused with 429, and why", "tier", "reason")
+        self._shed = _counter(
+            registry, "dspark_requests_shed", "Requests refused before an engine had them, and why", "tier", "reason"
+        )
         self._migrated = _counter(
             registry, "dspark_requests_migrated", "Choices that another engine continued after theirs was lost"
         )
@@ -311,7 +314,7 @@ class ServiceMetrics:
         self._migrated.inc()
 
     def observe_shed(self, tier: str, reason: ShedReason) -> None:
-        """Count one request that was refused with 429."""
+        """Count one request that was refused before an engine had it."""
         self._shed.labels(tier, reason).inc()
 
     def observe_sla(self, tier: str, broken: Sequence[Promise]) -> None:
@@ -362,6 +365,23 @@ class SchedulerMetrics:
 
     def observe_fleet(self, num_engines: int) -> None:
         self._engines.set(num_engines)
+
+    def text(self) -> str:
+        """The exposition text of this registry."""
+        return generate_latest(self.registry).decode()
+
+
+class HubMetrics:
+    """What outlives the engines that it tells of: their own counters are lost with them."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._lost = _counter(
+            registry, "dspark_engines_lost", "Engines that died, hung or lost a rank; a lockstep group is one"
+        )
+
+    def observe_lost_engine(self) -> None:
+        self._lost.inc()
 
     def text(self) -> str:
         """The exposition text of this registry."""

@@ -28,6 +28,8 @@ class ReplicaLoad:
     name: str
     num_requests: int
     """That it has now."""
+    capacity: int
+    """How many it takes: those that run, and those that wait."""
     speeds: tuple[float, ...] = ()
     """By tier: tokens per second that one more request would get. Empty: nobody has said."""
     rooms: tuple[int, ...] = ()
@@ -41,6 +43,10 @@ class ReplicaLoad:
     @property
     def load(self) -> int:
         return self.num_requests + self.num_leaving
+
+    @property
+    def is_full(self) -> bool:
+        return self.load >= self.capacity
 
     def keeps(self, tier: int) -> bool | None:
         """Whether one more request gets what its tier promises, after those that came since. None: nobody has said."""
@@ -60,20 +66,19 @@ class Route:
 
 
 def route(loads: Sequence[ReplicaLoad], tier: int | None, known: Mapping[str, int], key: int) -> Route:
-    """Replicas that keep the promise come first, then those of which nothing is known, then the fastest.
+    """Replicas that keep the promise come first, then those of which nothing is known, then the fastest; the full last.
 
     Among those that are as good, those with about the least load, and of them the one that knows most of the prompt.
     tier: None when no speed is promised.
     known: replica -> tokens of the prompt that it has served before. key: of the prompt, so that equal ones that nobody
     has served yet go to the same place from every process.
     """
-    if tier is None:
-        return Route(_by_load(loads, range(len(loads)), known, key), True)
-    kept = [load.keeps(tier) for load in loads]
+    kept = [tier is None or load.keeps(tier) for load in loads]
     keeping, unknown, failing = ([i for i, keeps in enumerate(kept) if keeps is which] for which in (True, None, False))
-    failing.sort(key=lambda i: (-loads[i].speeds[tier], loads[i].load))
-    order = (*_by_load(loads, keeping, known, key), *_by_load(loads, unknown, known, key), *failing)
-    return Route(order, True if keeping else None if unknown else False)
+    fastest = [] if tier is None else _by_speed(loads, failing, tier)
+    best_first = (*_by_load(loads, keeping, known, key), *_by_load(loads, unknown, known, key), *fastest)
+    order = tuple(sorted(best_first, key=lambda i: loads[i].is_full))
+    return Route(order, kept[order[0]])
 
 
 def _by_load(
@@ -91,6 +96,19 @@ def _by_load(
         return 0.0, -known.get(load.name, 0), zlib.crc32(f"{load.name} {key}".encode())
 
     return tuple(sorted(places, key=rank))
+
+
+def _by_speed(loads: Sequence[ReplicaLoad], places: Sequence[int], tier: int) -> list[int]:
+    """The fastest first, less what requests since the news take of a speed. How much isn't known: each counts as one
+    more beside as many as the fullest of these had, so that a burst spreads, and an idle one gets more of it."""
+    most = max((loads[i].num_requests_then for i in places), default=0)
+
+    def rank(i: int) -> tuple[float, int]:
+        load = loads[i]
+        num_since = load.load - load.num_requests_then
+        return -load.speeds[tier] / (1 + most + num_since), load.load
+
+    return sorted(places, key=rank)
 
 
 class PrefixMemory:

@@ -35,7 +35,8 @@ def build_app(config: LLMConfig) -> Application:
     logger.info("effective configuration:\n%s", config.effective_yaml())
     # Serve must never queue where the engine should decide: its limit sheds with 429, Serve's would let clients hang.
     engine = config.engine_kwargs
-    limit = 4 * (engine.max_num_seqs + engine.max_num_waiting) + 64
+    capacity = engine.max_num_seqs + engine.max_num_waiting
+    limit = 4 * capacity + 64
     graceful = config.deployment_config.graceful_shutdown_timeout_s
     light = {"num_cpus": 0}  # HTTP and the engine share the machine's cores, as the operating system sees fit
     quiet = {"enable_access_log": False}  # the ingress logs each request once, and the hub is called every second
@@ -49,7 +50,7 @@ def build_app(config: LLMConfig) -> Application:
         .options(
             max_ongoing_requests=limit,
             logging_config=quiet,
-            request_router_config=router_config(),
+            request_router_config=router_config(capacity),
             **_replica_options(config),
         )
         .bind(config, hub)

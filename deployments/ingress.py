@@ -18,7 +18,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -104,16 +104,6 @@ def _cause(error: Exception) -> Exception:
     while isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
         error = error.cause
     return error
-
-
-def _shed_reason(error: Exception) -> ShedReason | None:
-    """None: it is no refusal for want of room."""
-    match _cause(error):
-        case QueueFullError():
-            return "queue_full"
-        case TierUnmetError():
-            return "tier_unmet"
-    return None
 
 
 @app.exception_handler(Exception)
@@ -312,8 +302,9 @@ class Ingress:
     ) -> Response:
         request_id = f"{prefix}-{uuid.uuid4().hex}"
         choices = to_choices(body, prompts, self._limits, request_id, tier)
+        streams = Streams([self._stream(choice, arrived_at) for choice in choices])
         generation = Generation(
-            Streams([self._stream(choice, arrived_at) for choice in choices]),
+            streams,
             choices,
             Writer(body, request_id, int(time.time()), self._tokenizer),
             self._tokenizer,
@@ -329,9 +320,10 @@ class Ingress:
             events = generation.events(include_usage, lambda error: describe(error)[1])
             await anext(events)  # raises what refuses the request, while there still is a status line to say so
         except Exception as error:  # whatever it was, the client is told in OpenAI's shape
-            if reason := _shed_reason(error):
-                self._metrics.observe_shed(self._tier_names[tier], reason)
-            return error_response(error)
+            status, answer, headers = describe(error)
+            if not streams.is_open and (code := answer["error"]["code"]) in get_args(ShedReason):
+                self._metrics.observe_shed(self._tier_names[tier], code)
+            return JSONResponse(answer, status, headers)
         return StreamingResponse(
             _closing(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
@@ -367,7 +359,8 @@ class Ingress:
         }
 
     async def _push_metrics(self) -> None:
-        name = f"ingress-{serve.get_replica_context().rank.rank}"
         while True:
-            self._hub.push.remote(Exposition(name, 0, self._metrics.text()))
+            context = serve.get_replica_context()  # Serve deals the ranks anew, so a rank names us only for now
+            exposition = Exposition(f"ingress-{context.rank.rank}", 0, self._metrics.text())
+            self._hub.push.remote(exposition, source=context.replica_id.unique_id)
             await asyncio.sleep(PUSH_PERIOD_SECONDS)

@@ -7,9 +7,9 @@ by name, or listed as informational: nothing is dropped in silence.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -48,12 +48,39 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 """OpenAI fields that aren't supported, with the values (besides null) that ask for nothing; any other is refused."""
 
+MESSAGE_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "refusal": ("",),
+    "tool_calls": ([],),
+}
+"""The same of a message: clients send back an answer's message with all the fields that it could have had."""
+
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""A list that its first wrong item refuses: pydantic would build an error for each, and a body may hold a million."""
 TokenId = Annotated[int, Field(ge=0)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _knows_each_field(cls, given: object) -> object:
+        """Refuses the first one that it doesn't, where extra="forbid" would build an error for each."""
+        for name, value in given.items() if isinstance(given, dict) else ():
+            if name in cls.model_fields:
+                continue
+            if name not in cls.neutral:
+                raise InvalidRequestError(name, "is not a known field")
+            if value is not None and value not in cls.neutral[name]:
+                raise InvalidRequestError(name, "is not supported by this server")
+        return given
 
 
 class DSparkOptions(_Strict):
@@ -72,6 +99,8 @@ class StreamOptions(_Strict):
 class _Generation(_Strict):
     """The fields that both endpoints share."""
 
+    neutral = NEUTRAL
+
     model: str
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -85,7 +114,7 @@ class _Generation(_Strict):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=0.01, le=10)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_LOGIT_BIASES)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -100,10 +129,17 @@ class _Generation(_Strict):
             raise ValueError(f"should have 1 to {MAX_STOP_LENGTH} characters")
         return [stop]
 
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _biases_are_few(cls, biases: object) -> object:
+        if isinstance(biases, dict) and len(biases) > MAX_LOGIT_BIASES:  # pydantic would look at each first
+            raise ValueError(f"should have at most {MAX_LOGIT_BIASES} token ids")
+        return biases
+
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: only allowed when stream is true")
+            raise InvalidRequestError("stream_options", "only allowed when stream is true")
         return self
 
 
@@ -113,8 +149,10 @@ class TextPart(_Strict):
 
 
 class ChatMessage(_Strict):
+    neutral = MESSAGE_NEUTRAL
+
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Items[TextPart]
 
     @property
     def text(self) -> str:
@@ -124,7 +162,7 @@ class ChatMessage(_Strict):
 class ChatRequest(_Generation):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Items[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -132,9 +170,9 @@ class ChatRequest(_Generation):
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs: only allowed when logprobs is true")
+            raise InvalidRequestError("top_logprobs", "only allowed when logprobs is true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_completion_tokens: differs from max_tokens, which means the same")
+            raise InvalidRequestError("max_completion_tokens", "differs from max_tokens, which means the same")
         return self
 
     @property
@@ -153,8 +191,18 @@ class ChatRequest(_Generation):
 class CompletionRequest(_Generation):
     """POST /v1/completions."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | Items[TokenId] | Items[str] | Items[Items[TokenId]]
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _starts_few_sequences(self) -> Self:
+        """Said before any prompt is made into tokens."""
+        num_prompts, n = len(self.prompts()), self.n or 1
+        if num_prompts * n > MAX_CHOICES:
+            raise InvalidRequestError(
+                "n", f"{num_prompts} prompts x n = {n} exceed {MAX_CHOICES} sequences per request"
+            )
+        return self
 
     @property
     def max_output_tokens(self) -> int | None:
@@ -188,10 +236,8 @@ def parse_body(body: bytes, schema: type[BodyT]) -> BodyT:
         raise InvalidRequestError("body", f"is not valid JSON: {error}") from None
     if not isinstance(given, dict):
         raise InvalidRequestError("body", "must be a JSON object")
-    known = schema.model_fields.keys()
-    values = {name: value for name, value in given.items() if name in known or not _asks_for_nothing(name, value)}
     try:
-        return schema.model_validate(values)
+        return schema.model_validate({name: value for name, value in given.items() if name not in INFORMATIONAL})
     except ValidationError as error:
         raise _first_offence(error) from None
 
@@ -200,27 +246,14 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _asks_for_nothing(name: str, value: object) -> bool:
-    """True: a field that may be left out. Raises InvalidRequestError for a field of OpenAI's that isn't supported."""
-    if name in INFORMATIONAL:
-        return True
-    if name in NEUTRAL:
-        if value is None or value in NEUTRAL[name]:
-            return True
-        raise InvalidRequestError(name, "is not supported by this server")
-    return False
-
-
 def _first_offence(error: ValidationError) -> InvalidRequestError:
     offence = error.errors()[0]
     path = [str(part) for part in offence["loc"] if part != "str" and not str(part).startswith("list[")]
-    if offence["type"] == "extra_forbidden":
-        return InvalidRequestError(".".join(path), "is not a known field")
+    ours = offence.get("ctx", {}).get("error")
+    if isinstance(ours, InvalidRequestError):
+        return InvalidRequestError(".".join([*path, ours.field_name]), ours.message)
     if path[:1] == ["prompt"]:  # pydantic's path names the members of the union
         return InvalidRequestError("prompt", "must be a string, strings, token ids, or lists of token ids")
-    if offence["type"] == "value_error" and not path:  # our own rules across fields start with the field's name
-        name, _, message = str(offence["ctx"]["error"]).partition(": ")
-        return InvalidRequestError(name, message)
     if offence["type"] == "missing":
         return InvalidRequestError(".".join(path), "is required")
     return InvalidRequestError(".".join(path), offence["msg"])
@@ -273,13 +306,10 @@ def to_choices(
 
     Raises InvalidRequestError when a prompt does not fit. Choice i of a prompt draws with seed + i.
     """
-    n = body.n or 1
-    if len(prompts) * n > MAX_CHOICES:
-        raise InvalidRequestError("n", f"{len(prompts)} prompts x n = {n} exceed {MAX_CHOICES} sequences per request")
     choices: list[Choice] = []
     for prompt in prompts:
         max_tokens = _room(body, prompt, limits)
-        for i in range(n):
+        for i in range(body.n or 1):
             index = len(choices)
             request = Request(
                 request_id=f"{request_id}-{index}",

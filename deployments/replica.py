@@ -36,7 +36,9 @@ class Replica:
         """`hub`: handle of the MetricsHub. Returns when the engine is ready; raises EngineDeadError if it can't be."""
         self._config = config
         self._hub = hub
-        self._engine = start_engine(config.engine_config(), config.model_id, _place(config), config.promises)
+        place = _place(config)
+        self._name = place.group or serve.get_replica_context().replica_id.unique_id
+        self._engine = start_engine(config.engine_config(), config.model_id, place, config.promises)
         # Nothing else runs in this process yet, so blocking is right: Serve learns here whether the start failed.
         ray.get(self._engine.ready.remote())
         self._queues: dict[str, asyncio.Queue[Events | EngineDeadError]] = {}
@@ -172,6 +174,7 @@ class Replica:
             logger.error("engine lost: %s", reason)
             self._dead = EngineDeadError(f"the engine is lost and will be replaced: {reason}")
             self._say("", ready=False)
+            self._hub.engine_lost.remote(self._name)
             ray.kill(self._engine)  # a stuck one would go on taking memory and cores
             for queue in self._queues.values():
                 queue.put_nowait(self._dead)

@@ -34,7 +34,9 @@ MAX_WAITING = 1_000_000
 class TierRouter(RequestRouter):  # type: ignore[misc]
     """See the module."""
 
-    def initialize_state(self) -> None:
+    def initialize_state(self, capacity: int) -> None:
+        """`capacity`: requests that an engine takes; it refuses more."""
+        self._capacity = capacity
         self._memory = PrefixMemory()
         self._bound: dict[asyncio.Future[Any], ReplicaID] = {}
         self._num_bound: Counter[ReplicaID] = Counter()
@@ -83,8 +85,9 @@ class TierRouter(RequestRouter):  # type: ignore[misc]
         news: dict[str, Any] = replica.routing_stats
         counted, then = self.replica_queue_len_cache.get(replica.replica_id) or 0, int(news.get("num_requests", 0))
         speeds, rooms = tuple(news.get("speeds", ())), tuple(news.get("rooms", ()))
-        num_leaving = self._num_bound[replica.replica_id]
-        return ReplicaLoad(_name(replica.replica_id), max(counted, then), speeds, rooms, then, num_leaving)
+        num_requests, num_leaving = max(counted, then), self._num_bound[replica.replica_id]
+        name = _name(replica.replica_id)
+        return ReplicaLoad(name, num_requests, self._capacity, speeds, rooms, then, num_leaving)
 
     def _bind(self, future: asyncio.Future[Any], replica_id: ReplicaID) -> None:
         """Serve counts a request once it is sent. Choices of one HTTP request are routed at one moment, before that:
@@ -145,10 +148,11 @@ def _name(replica_id: ReplicaID) -> str:
     return str(replica_id.unique_id)
 
 
-def router_config() -> RequestRouterConfig:
-    """For the replicas' deployment."""
+def router_config(capacity: int) -> RequestRouterConfig:
+    """For the replicas' deployment. `capacity`: requests that an engine takes."""
     return RequestRouterConfig(
         request_router_class=TierRouter,
+        request_router_kwargs={"capacity": capacity},
         request_routing_stats_period_s=NEWS_PERIOD_SECONDS,
         max_backoff_s=WAIT_SECONDS,
     )

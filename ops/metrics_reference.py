@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.metrics import EXPERT_LOAD_CHOICES, EngineMetrics, SchedulerMetrics, ServiceMetrics
+from cluster.metrics import EXPERT_LOAD_CHOICES, EngineMetrics, HubMetrics, SchedulerMetrics, ServiceMetrics
 
 HEADER = """# Metrics
 
@@ -36,14 +36,15 @@ def reference() -> str:
         ("An engine", engine_metrics()),
         ("The HTTP side", ServiceMetrics()),
         ("The fleet's scheduler", SchedulerMetrics()),
+        ("Engines that are gone", HubMetrics()),
     ]
     lines = [HEADER]
     for title, metrics in sections:
         lines += [f"## {title}", "", "| name | type | labels | meaning |", "|---|---|---|---|"]
         families = [family for family in metrics.registry.collect() if not family.name.endswith("_created")]
         lines += [_row(family) for family in families]
-        lines += ["", "Buckets:", ""]
-        lines += [f"- `{family.name}`: {_buckets(family)}" for family in families if family.type == "histogram"]
+        if histograms := [family for family in families if family.type == "histogram"]:
+            lines += ["", "Buckets:", "", *(f"- `{family.name}`: {_buckets(family)}" for family in histograms)]
         lines.append("")
     return "\n".join(lines)
 

@@ -30,7 +30,9 @@ BY_HAND = "give --grafana URL, or add this Prometheus as a data source and impor
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="127.0.0.1:8000", help="where the server listens (host:port)")
+    parser.add_argument(
+        "--target", default="127.0.0.1:8000", help="where the application answers (host:port, or host:port/prefix)"
+    )
     parser.add_argument("--listen", default="127.0.0.1:9090", help="where Prometheus shall listen (host:port)")
     parser.add_argument("--scrape-seconds", type=float, default=5.0)
     parser.add_argument("--folder", type=Path, default=Path("runs/prometheus"), help="data and log")

@@ -78,12 +78,14 @@ def installed() -> bool:
 
 
 def configuration(target: str, rules: Path, scrape_seconds: float) -> dict[str, Any]:
-    """Scrape `target` (host:port) and evaluate `rules`."""
+    """Scrape `target` (host:port, and the path below which the application answers) and evaluate `rules`."""
     interval = f"{scrape_seconds:g}s"
+    address, slash, prefix = target.partition("/")
+    scrape = {"job_name": "dspark", "metrics_path": f"{slash}{prefix}/metrics"}
     return {
         "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval},
         "rule_files": [str(rules)],
-        "scrape_configs": [{"job_name": "dspark", "static_configs": [{"targets": [target]}]}],
+        "scrape_configs": [{**scrape, "static_configs": [{"targets": [address]}]}],
     }
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from deployments.config import parse_config
+from deployments.config import LLMConfig, parse_config
 from drafter.source import resolve_source
 
 POLL_SECONDS = 0.5
@@ -40,15 +40,14 @@ def main() -> int:
         if arguments.check:
             print(checked(config), end="")
             return 0
-        application = parse_config(config["applications"][0]["args"])
-        for source in (application.model_loading_config.model_source, application.engine_kwargs.drafter_source):
-            if source is not None and application.accelerator_type is None:  # else it may not even fit on this machine
-                resolve_source(source)
+        applications = {url: parse_config(args) for url, args in served(config).items()}
+        for application in applications.values():
+            fetch(application)
     except (OSError, ValueError, yaml.YAMLError) as error:
         print(f"{path}: {error}", file=sys.stderr)
         return 2
-    except (KeyError, IndexError, TypeError):
-        print(f"{path}: not a Serve configuration: it needs applications, the first of them with args", file=sys.stderr)
+    except (KeyError, TypeError):
+        print(f"{path}: not a Serve configuration: it needs applications, each of them with args", file=sys.stderr)
         return 2
     host, port = address(config)
     if port_is_taken(host, port):
@@ -59,10 +58,11 @@ def main() -> int:
     server = subprocess.Popen([str(Path(sys.executable).with_name("serve")), "run", str(path)])
     signal.signal(signal.SIGTERM, lambda *_: server.send_signal(signal.SIGINT))
     try:
-        ready = wait_until_ready(server, f"http://{host}:{port}")
-        if ready:
-            print(welcome(f"http://{host}:{port}", application.model_loading_config.model_id), flush=True)
-        return server.wait() or int(not ready)
+        for url, application in applications.items():
+            if not wait_until_ready(server, url):
+                return server.wait() or 1
+            print(welcome(url, application.model_loading_config.model_id), flush=True)
+        return server.wait()
     except KeyboardInterrupt:  # Ctrl-C reached `serve run` too: it shuts the application down by itself
         return server.wait()
 
@@ -78,6 +78,25 @@ def address(config: dict[str, Any]) -> tuple[str, int]:
     """Where Serve listens: `http_options` of the file, or Serve's own defaults."""
     options = config.get("http_options") or {}
     return options.get("host", "127.0.0.1"), options.get("port", 8000)
+
+
+def served(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """URL -> args of each application. Raises ValueError when there is none."""
+    found = {}
+    for application in config["applications"]:
+        args, prefix = application["args"], application.get("route_prefix") or "/"
+        host, port = address(config)
+        found[f"http://{host}:{port}{prefix.rstrip('/')}"] = args
+    if not found:
+        raise ValueError("applications: must not be empty, or nothing is served")
+    return found
+
+
+def fetch(application: LLMConfig) -> None:
+    """Model and drafter, where they run on this machine's CPUs; else they may not even fit here."""
+    for source in (application.model_loading_config.model_source, application.engine_kwargs.drafter_source):
+        if source is not None and application.accelerator_type is None:
+            resolve_source(source)
 
 
 def port_is_taken(host: str, port: int) -> bool:

@@ -90,7 +90,7 @@ OBJECTIVES = (
         threshold_seconds=2.0,
         histogram="dspark_ttft_seconds",
         refusals="dspark_requests_shed_total",
-        meaning="the first token comes within 2 s; a request refused with 429 counts as late",
+        meaning="the first token comes within 2 s; a refused request counts as late",
     ),
     Objective(
         name="tpot",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import signal
 import socket
@@ -91,10 +92,9 @@ class Load:
         try:
             with urllib.request.urlopen(request, timeout=600) as response:
                 text = response.read().decode()
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             return f"{type(error).__name__}: {error}"
-        failed = 'data: {"error"' in text  # a token may say "error", too
-        return "" if text.rstrip().endswith("[DONE]") and not failed else text[-300:]
+        return "" if text.endswith("data: [DONE]\n\n") else text[-300:]  # an error takes its place
 
 
 def counters(url: str) -> dict[str, float]:

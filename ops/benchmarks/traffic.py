@@ -9,6 +9,7 @@ streams that are left early, several choices, and now and then a request that is
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import random
 import threading
@@ -69,16 +70,18 @@ class Traffic:
         request = urllib.request.Request(
             f"{self._url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
+        last = b""
         try:
             with urllib.request.urlopen(request, timeout=600) as response:
-                for lines, _ in enumerate(response):
+                for lines, line in enumerate(response):
                     if body["stream"] and number % 10 == 1 and lines > 20:
                         return "left"
+                    last = line.strip() or last
         except urllib.error.HTTPError as error:
             return f"refused: {error.code}"
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             return f"lost: {type(error).__name__}"
-        return "answered"
+        return "answered" if not body["stream"] or last == b"data: [DONE]" else "failed"
 
 
 def body_of(number: int, model: str, tiers: list[str], prompts: list[str]) -> Body:

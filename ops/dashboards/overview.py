@@ -34,7 +34,7 @@ NOW = Row(
             "Engines",
             "Engines whose process reported in the last seconds. Fewer than deployed: one is loading, dead or stuck.",
             "short",
-            f"count(dspark_requests_running{{{ENGINE}}})",
+            f"count(dspark_requests_running{{{ENGINE}}}) or vector(0)",
             thresholds=((None, RED), (1, GREEN)),
             runbook="dsparknoengine",
         ),
@@ -58,7 +58,7 @@ NOW = Row(
         ),
         stat(
             "Refused",
-            "Requests per second answered with 429: the queue was full, or no replica could keep a promise.",
+            "Requests per second that no engine took: all were full, none kept a promise, or none was there.",
             "reqps",
             rate("dspark_requests_shed_total", HTTP),
             thresholds=((None, GREEN), (0.01, RED)),
@@ -130,7 +130,7 @@ MEMORY = Row(
     (
         Panel(
             "KV blocks in use",
-            "Share of the pool. Full with preemptions: sequences are recomputed instead of continued.",
+            "Share of the pool that running sequences hold. Full with preemptions: some are recomputed, not continued.",
             "percentunit",
             (Query(f"max by (replica) (dspark_kv_cache_usage_ratio{{{ENGINE}}})", "replica {{replica}}"),),
             thresholds=((None, GREEN), (0.8, YELLOW), (0.95, RED)),
@@ -172,14 +172,10 @@ STEPS = Row(
             quantiles("dspark_step_tokens", ENGINE, of=(0.5, 0.95)),
         ),
         Panel(
-            "Engine restarts",
-            "Times in the last hour that an engine's counters began again at 0.",
+            "Engines lost",
+            "Engines that died, hung or lost a rank in the last hour, and were replaced.",
             "short",
-            (
-                Query(
-                    f"sum by (replica) (resets(dspark_generated_tokens_total{{{ENGINE}}}[1h]))", "replica {{replica}}"
-                ),
-            ),
+            (Query(f"sum(increase(dspark_engines_lost_total{{{HTTP}}}[1h]))", "lost"),),
             thresholds=((None, GREEN), (1, YELLOW), (3, RED)),
             runbook="dsparkenginerestarting",
         ),

@@ -162,7 +162,7 @@ def _tiers() -> Row:
 def _refusals() -> Row:
     refused = Panel(
         "Refused",
-        "Requests per second answered with 429, and why. Each counts as a late first token.",
+        "Requests per second that no engine took, and why. Each counts as a late first token.",
         "reqps",
         (Query(rate("dspark_requests_shed_total", HTTP, "tier, reason"), "{{tier}}, {{reason}}"),),
         thresholds=((None, GREEN), (0.01, RED)),

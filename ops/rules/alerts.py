@@ -74,10 +74,10 @@ ALERTS = (
     ),
     Alert(
         "DSparkEngineRestarting",
-        f"max by ({REPLICA}) (resets(dspark_generated_tokens_total[30m])) >= 2",
+        f"sum by ({GROUP}) (increase(dspark_engines_lost_total[30m])) >= 2",
         "0s",
         "critical",
-        "{{ $labels.model }}: the engine of replica {{ $labels.replica }} started {{ $value }} times in half an hour",
+        '{{ $labels.model }}: {{ $value | printf "%.0f" }} engines were lost in half an hour',
     ),
     Alert(
         "DSparkQueueGrowing",
@@ -92,7 +92,7 @@ ALERTS = (
         f"sum by ({GROUP}) (rate(dspark_requests_shed_total[5m])) > 0",
         "5m",
         "critical",
-        "{{ $labels.model }}: {{ $value | humanize }} requests per second are refused with 429",
+        "{{ $labels.model }}: {{ $value | humanize }} requests per second are refused",
     ),
     Alert(
         "DSparkKVExhausted",

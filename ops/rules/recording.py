@@ -1,6 +1,7 @@
 """The recording rules: what dashboards and alerts ask again and again, computed once.
 
-Names follow level:metric:operation. Rates come before sums, so a restarted engine's counters don't fall.
+Names follow level:metric:operation. Rates come before sums, so a restarted engine's counters don't fall. Ratios divide
+by what is above 0 only: idle time records nothing, where the NaN of 0 / 0 would spoil every mean over it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def groups() -> list[dict[str, Any]]:
 
 def _speculation() -> list[Rule]:
     def ratio(numerator: str, denominator: str, window: str, by: str = GROUP) -> str:
-        return f"sum by ({by}) (rate({numerator}[{window}])) / sum by ({by}) (rate({denominator}[{window}]))"
+        return f"sum by ({by}) (rate({numerator}[{window}])) / (sum by ({by}) (rate({denominator}[{window}])) > 0)"
 
     first = '{position="0"}'
     return [
@@ -78,7 +79,7 @@ def _slo(objective: Objective | TierObjective, window: str) -> list[Rule]:
         {
             "record": error_ratio_name(window),
             "labels": {"slo": objective.name},
-            "expr": f"1 - {objective.good(window)} / {objective.total(window)}",
+            "expr": f"1 - {objective.good(window)} / ({objective.total(window)} > 0)",
         },
         {
             "record": burn_rate_name(window),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +13,7 @@ from deployments.admission import PrefixMemory, ReplicaLoad, Ticket, prompt_key,
 from deployments.config import SlaTierConfig
 
 FAST = 1
+CAPACITY = 40
 NONE_KNOWN: dict[str, int] = {}
 
 
@@ -20,7 +23,7 @@ def load(
     """`fast`: the speed of the second tier, which promises 20; None: nothing is known."""
     speeds = () if fast is None else (0.0, fast)
     rooms = () if fast is None else (0, (9 if fast >= 20.0 else 0) if room is None else room)
-    return ReplicaLoad(name, num_requests, speeds, rooms, num_requests if then is None else then)
+    return ReplicaLoad(name, num_requests, CAPACITY, speeds, rooms, num_requests if then is None else then)
 
 
 def best(loads: list[ReplicaLoad], tier: int | None = None, known: dict[str, int] = NONE_KNOWN) -> str:
@@ -45,6 +48,38 @@ def test_where_none_keeps_it_the_fastest_is_next() -> None:
     loads = [load("a", 0, 5.0), load("b", 9, 15.0)]
     chosen = route(loads, FAST, {}, 0)
     assert (loads[chosen.order[0]].name, chosen.met) == ("b", False)
+
+
+def burst(loads: list[ReplicaLoad], size: int) -> list[int]:
+    """How many each gets of requests for which no promise holds, before there is other news."""
+    got = [0] * len(loads)
+    for _ in range(size):
+        best_place = route(loads, FAST, {}, 0).order[0]
+        loads = [replace(load, num_leaving=load.num_leaving + (i == best_place)) for i, load in enumerate(loads)]
+        got[best_place] += 1
+    return got
+
+
+def test_where_none_keeps_it_a_burst_spreads() -> None:
+    assert burst([load("a", 3, 8.0), load("b", 3, 8.0)], 20) == [10, 10]
+    assert burst([load("a", 9, 15.0), load("b", 0, 5.0)], 1) == [1, 0]
+    assert burst([load("fast", 0, 16.0), load("slow", 0, 8.0)], 24) == [16, 8]
+    idle, busy = burst([load("idle", 0, 16.0), load("busy", 30, 8.0)], 32)
+    assert idle >= 30, "where one more costs it as little as it costs the busy one"
+
+
+def test_the_full_come_last_whatever_they_know() -> None:
+    near = [load("full", CAPACITY), load("free", CAPACITY - 1)]
+    assert best(near, known={"full": 256}) == "free"
+    assert best([load("full", CAPACITY - 1), load("free", CAPACITY - 2)], known={"full": 256}) == "full", (
+        "else it is best"
+    )
+    fails = load("fails", 3, 5.0)
+    assert best([load("unknown", CAPACITY), fails], FAST) == "fails"
+    assert best([load("faster", CAPACITY, 9.0), fails], FAST) == "fails"
+    leaving = replace(load("keeps", CAPACITY - 2, 30.0), num_leaving=2)
+    chosen = route([leaving, fails], FAST, {}, 0)
+    assert (chosen.order, chosen.met) == ((1, 0), False)
 
 
 def test_requests_since_the_news_take_the_room_that_there_was() -> None:

@@ -27,6 +27,8 @@ from tiny_models import keep_curve, model_args, tiny_llama
 
 from drafter.checkpoint import confidence_weights, replace_confidence
 from ops import prometheus
+from ops.dashboards.overview import DASHBOARD as OVERVIEW
+from ops.dashboards.preview import concrete
 from ops.prometheus import Prometheus
 from ops.rules.__main__ import text
 from ops.rules.alerts import ALERTS
@@ -58,7 +60,7 @@ CROWDED = {
 LEADERLESS = {"DSparkSchedulerStale", "DSparkDrafterProposesNothing"}
 ELSEWHERE = {
     "DSparkEngineStuck": "a step that hangs in a process that still answers: takes a second rank, and freezing it",
-    "DSparkEngineRestarting": "an engine that starts twice in a row: half a minute of test for one call of resets()",
+    "DSparkEngineRestarting": "an engine that is lost twice: half a minute of test for what is counted here once",
 }
 """Proven on made-up series only, and why that is enough."""
 
@@ -93,7 +95,7 @@ def troubled(
     settings = {
         **model_args(model, MODEL, cost_curve_path=str(curve), **engine),
         "deployment_config": {"graceful_shutdown_timeout_s": 1.0, "health_check_timeout_s": 30.0},
-        "http_config": {"submit_timeout_s": 200},
+        "http_config": {"submit_timeout_s": 3},
     }
     keep_curve(curve, settings)
     with application(serve_port, APPLICATION, f"/{APPLICATION}", settings) as running:
@@ -105,9 +107,7 @@ def watched(troubled: Server, tmp_path_factory: pytest.TempPathFactory) -> Itera
     folder, listen = tmp_path_factory.mktemp("prometheus"), f"127.0.0.1:{free_port()}"
     rules = folder / "rules.yaml"
     rules.write_text(shortened(text()))
-    host = troubled.url.removeprefix("http://").partition("/")[0]
-    config = prometheus.configuration(host, rules, scrape_seconds=1)
-    config["scrape_configs"][0]["metrics_path"] = f"/{APPLICATION}/metrics"
+    config = prometheus.configuration(troubled.url.removeprefix("http://"), rules, scrape_seconds=1)
     with prometheus.running(folder, listen, config) as server:
         eventually(lambda: bool(server.query("dspark_requests_running")), "the engine is scraped")
         yield server
@@ -191,8 +191,20 @@ def test_the_scheduler_is_killed_and_nobody_drafts(watched: Prometheus, troubled
         eventually(all_fired, "both fired")
 
 
-def test_the_only_engine_is_killed(watched: Prometheus, strangers: set[psutil.Process]) -> None:
-    eventually(lambda: "DSparkNoEngine" not in firing(watched), "there is one")
+def test_the_only_engine_is_killed(watched: Prometheus, troubled: Server, strangers: set[psutil.Process]) -> None:
+    def engines_shown() -> float:
+        (panel,) = [panel for panel in OVERVIEW.panels() if panel.title == "Engines"]
+        ((series,),) = [watched.query(concrete(panel.queries[0].expression, "5s"))]
+        return series.points[0][1]
+
+    eventually(lambda: "DSparkNoEngine" not in firing(watched) and engines_shown() == 1, "there is one")
     [engine] = set(actor_processes("EngineActor")) - strangers
     engine.kill()
-    eventually(lambda: "DSparkNoEngine" in firing(watched), "it is missed")
+    refused = troubled.post("/v1/completions", {"model": MODEL, "prompt": [5], "max_tokens": 1})
+    assert refused.status_code == 503, refused.text
+    eventually(lambda: "DSparkNoEngine" in firing(watched) and engines_shown() == 0, "it is missed")
+    eventually(
+        lambda: troubled.metric("dspark_requests_shed_total", reason=refused.json()["error"]["code"]) == 1,
+        "who was refused is counted",
+    )
+    assert troubled.metric("dspark_engines_lost_total") == 1

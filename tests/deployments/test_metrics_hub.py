@@ -50,6 +50,18 @@ def test_two_replicas_that_bear_one_rank_for_a_moment_are_both_heard() -> None:
     assert hub.any_ready()
 
 
+def test_an_engine_that_all_its_replicas_miss_is_lost_once() -> None:
+    hub = MetricsHub("m", Clock())
+
+    def num_lost() -> list[str]:
+        return [line for line in hub.exposition().splitlines() if line.startswith("dspark_engines_lost_total")]
+
+    assert num_lost() == ['dspark_engines_lost_total{model="m",rank="0",replica="hub"} 0.0'], "before the first one"
+    for engine in ("gang-a", "gang-a", "b"):
+        hub.engine_lost(engine)
+    assert num_lost() == ['dspark_engines_lost_total{model="m",rank="0",replica="hub"} 2.0']
+
+
 def test_ready_is_what_was_said_last() -> None:
     hub = MetricsHub("m", Clock())
     hub.push(exposition("0"), ready=True)

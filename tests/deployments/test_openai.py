@@ -4,12 +4,15 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from cluster.messages import InvalidRequestError
 from deployments.openai import (
     INFORMATIONAL,
     MAX_CHOICES,
+    MAX_LOGIT_BIASES,
     MAX_STOP_STRINGS,
+    MESSAGE_NEUTRAL,
     NEUTRAL,
     ChatRequest,
     Choice,
@@ -110,9 +113,51 @@ def test_unseeded_choices_have_no_seed() -> None:
     assert {choice.request.sampling.seed for choice in choices(chat(n=3))} == {None}
 
 
-def test_too_many_choices() -> None:
-    with pytest.raises(InvalidRequestError, match=f"exceed {MAX_CHOICES}"):
-        to_choices(completion(n=MAX_CHOICES), [(1,), (2,)], LIMITS, "id")
+@pytest.mark.parametrize("fields", [{"prompt": ["a", "b"], "n": MAX_CHOICES}, {"prompt": ["a"] * (MAX_CHOICES + 1)}])
+def test_too_many_choices_are_refused_before_any_prompt_is_encoded(fields: dict[str, object]) -> None:
+    """The body alone does it, which knows no tokenizer."""
+    with pytest.raises(InvalidRequestError, match=f"exceed {MAX_CHOICES}") as raised:
+        completion(**fields)
+    assert raised.value.field_name == "n"
+    assert len(completion(prompt=["a", "b"], n=MAX_CHOICES // 2).prompts()) == 2
+
+
+MANY = 5000
+UNKNOWN = {f"x{i}": 1 for i in range(MANY)}
+
+
+@pytest.mark.parametrize(
+    ("make", "fields"),
+    [
+        (completion, {"prompt": [-1] * MANY}),
+        (completion, {"prompt": [[-1] * MANY]}),
+        (completion, {"prompt": [[-1]] * MANY}),
+        (completion, {"prompt": ["a", *[1.5] * MANY]}),
+        (completion, {"stop": [1] * MANY}),
+        (completion, {"logit_bias": dict.fromkeys(UNKNOWN, "x")}),
+        (completion, {"dspark": UNKNOWN}),
+        (completion, {"stream": True, "stream_options": UNKNOWN}),
+        (chat, UNKNOWN),
+        (chat, {"messages": [1] * MANY}),
+        (chat, {"messages": [{**MESSAGES[0], **UNKNOWN}]}),
+        (chat, {"messages": [{"role": "user", "content": [1] * MANY}]}),
+        (chat, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", **UNKNOWN}]}]}),
+    ],
+)
+def test_a_body_full_of_mistakes_is_refused_at_the_first(make: Any, fields: dict[str, object]) -> None:
+    """An error of pydantic's takes ten times the memory of what it is about, and the time of a request."""
+    with pytest.raises(InvalidRequestError) as raised:
+        make(**fields)
+    cause = raised.value.__context__
+    assert isinstance(cause, ValidationError)
+    assert cause.error_count() <= 4, "one for each shape of a prompt"
+
+
+def test_biases_are_many_or_few() -> None:
+    biases = {str(i): 1 for i in range(MAX_LOGIT_BIASES + 1)}
+    assert refused(chat, logit_bias=biases).field_name == "logit_bias"
+    biases.popitem()
+    assert len(chat(logit_bias=biases).logit_bias or {}) == MAX_LOGIT_BIASES
 
 
 @pytest.mark.parametrize(
@@ -188,6 +233,15 @@ def test_unsupported_fields_are_refused_unless_neutral(name: str) -> None:
         assert chat(**{name: value}) == chat()
     error = refused(chat, **{name: {"anything": "else"}})
     assert error.field_name == name
+    assert "not supported" in error.message
+
+
+@pytest.mark.parametrize("name", sorted(MESSAGE_NEUTRAL))
+def test_a_message_may_have_all_fields_of_an_answer_when_they_say_nothing(name: str) -> None:
+    for value in (None, *MESSAGE_NEUTRAL[name]):
+        assert chat(messages=[{**MESSAGES[0], name: value}]) == chat()
+    error = refused(chat, messages=[{**MESSAGES[0], name: {"anything": "else"}}])
+    assert error.field_name == f"messages.0.{name}"
     assert "not supported" in error.message
 
 

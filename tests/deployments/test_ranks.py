@@ -53,3 +53,4 @@ def test_a_gang_shares_the_experts_and_is_replaced_together(gang: Server, mixtra
     outlive(gang, expected, before[0].kill)
     eventually(lambda: len(engines()) == 2, "two replicas run again")
     assert not set(before).intersection(engines()), "lockstep: all or none"
+    assert gang.metric("dspark_engines_lost_total") == 1, "and lost as one"

@@ -202,7 +202,7 @@ async def test_a_client_that_leaves_frees_its_sequence(server: Server, stream: b
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stuck"])
 async def test_a_lost_engine_is_replaced_and_its_requests_go_on(server: Server, how: signal.Signals) -> None:
     """There is one replica: its requests wait until a new engine has loaded the model."""
-    migrated = server.metric("dspark_requests_migrated_total")
+    migrated, num_lost = (server.metric(f"dspark_{name}_total") for name in ("requests_migrated", "engines_lost"))
     async with server.async_openai() as client:
 
         async def ask(stream: bool) -> tuple[str, int]:
@@ -231,5 +231,6 @@ async def test_a_lost_engine_is_replaced_and_its_requests_go_on(server: Server, 
     assert expected[1] == 150
     assert server.engine_process() not in (None, lost), "the old one is gone"
     eventually(lambda: server.metric("dspark_requests_migrated_total") == migrated + 2, "both were counted")
+    assert server.metric("dspark_engines_lost_total") == num_lost + 1
     assert_nothing_runs(server)
     assert completion(server).status_code == 200

@@ -26,6 +26,11 @@ FREE = SlaTierConfig(name="free")
 SERVE = SlaTierConfig(name="serve", min_tokens_per_second=10.0)
 SHED = SlaTierConfig(name="shed", min_tokens_per_second=10.0, when_unmet="shed")
 FULL = 5
+"""Requests that Serve sends a replica."""
+CAPACITY = 100
+"""Requests that its engine takes."""
+LONG = tuple(range(64))
+"""A prompt whose place is remembered."""
 
 
 @dataclass(eq=False)
@@ -52,17 +57,22 @@ def says(speed: float) -> dict[str, Any]:
 
 
 class Fleet:
-    def __init__(self, *replicas: News) -> None:
+    def __init__(self, *replicas: News, capacity: int = CAPACITY) -> None:
         self.router = TierRouter(DEPLOYMENT, DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True)
-        self.router.initialize_state()
+        self.router.initialize_state(capacity=capacity)
         self.router.update_replicas(list(replicas))
         self.outcomes: list[Admission] = []
 
     def ask(
-        self, tier: SlaTierConfig, wait_seconds: float = 0.0, must_serve: bool = False, internal_id: str = "http"
+        self,
+        tier: SlaTierConfig,
+        wait_seconds: float = 0.0,
+        must_serve: bool = False,
+        internal_id: str = "http",
+        prompt: tuple[int, ...] = (1, 2),
     ) -> asyncio.Task[str]:
         """Resolves to the name of the replica that the request gets."""
-        request = Request(request_id="r", prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=1))
+        request = Request(request_id="r", prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=1))
         ticket = Ticket(request, tier, time.monotonic() + wait_seconds, must_serve, self.outcomes.append)
         metadata = RequestMetadata(request_id="r", internal_request_id=internal_id)
         self.pending = PendingRequest(args=[request], kwargs={"ticket": ticket}, metadata=metadata)
@@ -73,6 +83,15 @@ class Fleet:
         name = await self.choose(pending)
         ticket.is_taken()
         return name
+
+    async def fill(self, tier: SlaTierConfig, num_requests: int) -> Counter[str]:
+        """How many requests each replica gets, one after the other, when Serve sends them and none ends."""
+        got: Counter[str] = Counter()
+        for _ in range(num_requests):
+            name = await self.ask(tier)
+            self.router.on_send_request(ReplicaID(name, DEPLOYMENT))
+            got[name] += 1
+        return got
 
     async def choose(self, pending: PendingRequest) -> str:
         chosen = await self.router._choose_replica_for_request(pending)
@@ -168,6 +187,21 @@ async def test_choices_of_one_moment_spread() -> None:
     promised = [fleet.ask(SHED, internal_id="one") for _ in range(20)]
     assert set(Counter(await asyncio.gather(*promised)).values()) <= {9, 10, 11}, "and don't refuse one another"
     assert not fleet.router._bound and not fleet.router._num_bound
+
+
+async def test_a_burst_for_which_no_promise_holds_spreads() -> None:
+    """The news is half a second old: the replica that was the fastest then must not get all of it."""
+    fleet = Fleet(replica("a", 8.0), replica("b", 7.9))
+    at_once = [fleet.ask(SERVE, internal_id="one") for _ in range(20)]
+    assert Counter(await asyncio.gather(*at_once)) == {"a": 10, "b": 10}
+    assert await fleet.fill(SERVE, 8) == {"a": 4, "b": 4}
+
+
+@pytest.mark.parametrize(("capacity", "expected"), [(5, "warm"), (4, "other")])
+async def test_a_full_queue_is_passed_over_whatever_its_cache_holds(capacity: int, expected: str) -> None:
+    fleet = Fleet(replica("warm", None, 4), replica("other", None, 3), capacity=capacity)
+    fleet.router._memory.served(LONG, "warm")
+    assert await fleet.ask(FREE, prompt=LONG) == expected
 
 
 async def test_who_leaves_while_all_are_full_is_counted_nowhere() -> None:

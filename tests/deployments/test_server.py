@@ -60,6 +60,17 @@ def test_chat_answers(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
+def test_an_answer_is_sent_back_as_it_came(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    messages: Any = [{"role": "user", "content": "Name a colour."}]
+    first = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=4)
+    answer = first.choices[0].message
+    messages += [answer.model_dump(), {"role": "user", "content": "Another?"}]
+    second = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)
+    turns = [messages[0], {"role": "assistant", "content": answer.content}, messages[2]]
+    assert second.usage is not None
+    assert second.usage.prompt_tokens == len(tokenizer.render(turns))
+
+
 def test_roles_and_parts_are_rendered(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
     conversation = [
         {"role": "system", "content": "Be brief."},

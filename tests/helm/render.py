@@ -44,6 +44,11 @@ def manifests(values: dict[str, Any]) -> dict[str, str]:
     return {Path(name).name: text.strip() + "\n" for name, text in sorted(rendered.items()) if text.strip()}
 
 
+def notes(values: dict[str, Any]) -> str:
+    """What an install prints, on one line."""
+    return " ".join(manifests(values)["NOTES.txt"].split())
+
+
 def golden(case: str) -> str:
     """What the golden file of a case must hold: all but dashboards and rules, which have files of their own."""
     shown = {name: text for name, text in manifests(values_of(case)).items() if name not in GENERATED}

@@ -29,13 +29,13 @@ from tests.helm.render import (
     chart,
     golden,
     manifests,
+    notes,
     objects,
     one,
     pods,
     values_of,
     with_,
 )
-from tests.ops.metric_names import known, named
 
 ROOT = CHART.parents[1]
 CRDS = Path(__file__).parent / "crds"
@@ -53,11 +53,6 @@ def serving(values: dict[str, Any], path: str, value: Any, index: int = 0) -> di
         functools.reduce(dict.__getitem__, parents, changed).pop(key)
     serve["applications"][index] = changed
     return {**values, "serveConfigV2": yaml.safe_dump(serve)}
-
-
-def notes(values: dict[str, Any]) -> str:
-    """What an install prints, on one line."""
-    return " ".join(manifests(values)["NOTES.txt"].split())
 
 
 def validate(document: dict[str, Any], version: str) -> None:
@@ -344,12 +339,6 @@ def test_each_application_without_keys_is_named() -> None:
     assert "The application open asks nobody" in said and "application dspark asks" not in said
 
 
-def test_a_label_of_the_defaults_can_be_taken_away() -> None:
-    values = with_(EVERYTHING, "monitoring.podMonitor.labels", {"release": None, "team": "x"})
-    labels = one("PodMonitor", values)["metadata"]["labels"]
-    assert labels["team"] == "x" and "release" not in labels
-
-
 # --- what the pods are ---
 
 
@@ -405,26 +394,6 @@ def test_selectors_find_the_pods_they_mean() -> None:
     (endpoint,) = monitor["podMetricsEndpoints"]
     ports = {port["name"]: port["containerPort"] for port in pods(values)["head"]["spec"]["containers"][0]["ports"]}
     assert ports[endpoint["port"]] == 9000
-
-
-def test_monitoring_ships_the_rules_and_dashboards_with_working_links() -> None:
-    values = values_of("everything")
-    url = values["monitoring"]["runbookUrl"]
-    rules = one("PrometheusRule", values)["spec"]
-    source = (ROOT / "ops" / "rules" / "dspark.rules.yaml").read_text()
-    assert rules == yaml.safe_load(source.replace("ops/runbook.md", url))
-    assert f"{url}#dsparkenginestuck" in json.dumps(rules)
-    shipped = [document for document in objects(values) if document["kind"] == "ConfigMap"]
-    files = {name: text for document in shipped for name, text in document["data"].items()}
-    originals = {path.name: path.read_text() for path in (ROOT / "ops" / "dashboards" / "json").glob("*.json")}
-    assert files == {name: text.replace("ops/runbook.md", url) for name, text in originals.items()}
-    assert all(document["metadata"]["labels"]["grafana_dashboard"] == "1" for document in shipped)
-    assert named("\n".join(manifests(values).values())) <= known()
-
-
-def test_nothing_of_monitoring_is_there_unless_asked_for() -> None:
-    kinds = {document["kind"] for document in objects(values_of("cpu"))}
-    assert kinds == {"RayService", "NetworkPolicy"}
 
 
 # --- the image ---

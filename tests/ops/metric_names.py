@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from cluster.metrics import SchedulerMetrics, ServiceMetrics
+from cluster.metrics import HubMetrics, SchedulerMetrics, ServiceMetrics
 from ops.metrics_reference import engine_metrics
 
 
 def known() -> set[str]:
     """Every sample name of a scrape."""
-    processes = (engine_metrics(), ServiceMetrics(), SchedulerMetrics())
+    processes = (engine_metrics(), ServiceMetrics(), SchedulerMetrics(), HubMetrics())
     return {sample.name for each in processes for family in each.registry.collect() for sample in family.samples}
 
 

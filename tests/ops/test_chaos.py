@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from processes import eventually
 
-from ops.benchmarks.chaos import CONDITIONS, summary, table
+from ops.benchmarks.chaos import CONDITIONS, Load, summary, table
+from tests.ops.streaming import CUT, DONE, ERROR, streaming
 
 
 def row(condition: str, speed: float, failures: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -31,3 +33,16 @@ def test_a_slow_round_leaves_the_ratio_alone_and_failures_add_up() -> None:
     assert (lines["killed"]["kills"], lines["killed"]["failures"]) == (120, 1)
     assert lines["lease"]["lease_steps"] == pytest.approx(0.8)
     assert "0.980x (0.980-0.980)" in table(list(lines.values()))
+
+
+@pytest.mark.parametrize("ending", [ERROR, CUT], ids=["error", "cut"])
+def test_a_stream_that_fails_is_told_and_the_load_goes_on(ending: bytes) -> None:
+    with streaming(ending) as url, Load(url, "m", concurrency=1, max_tokens=1) as load:
+        eventually(lambda: len(load.failures) > 1, "it asks again")
+    assert load.num_finished == 0
+
+
+def test_a_stream_that_ends_well_has_finished() -> None:
+    with streaming(DONE) as url, Load(url, "m", concurrency=1, max_tokens=1) as load:
+        eventually(lambda: load.num_finished > 1, "it asks again")
+    assert load.failures == []

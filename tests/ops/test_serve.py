@@ -11,12 +11,24 @@ import pytest
 import yaml
 
 from ops.benchmarks.report import ROOT
-from ops.serve import address, checked, port_is_taken
+from ops.serve import address, checked, port_is_taken, served
 
 
 def test_the_address_is_the_files_or_serves_own() -> None:
     assert address({"http_options": {"host": "127.0.0.1", "port": 9}}) == ("127.0.0.1", 9)
     assert address({}) == ("127.0.0.1", 8000)
+
+
+def test_each_application_answers_below_its_prefix() -> None:
+    applications = [{"args": 1}, {"args": 2, "route_prefix": "/"}, {"args": 3, "route_prefix": "/other"}]
+    assert served({"applications": applications[::2]}) == {
+        "http://127.0.0.1:8000": 1,
+        "http://127.0.0.1:8000/other": 3,
+    }
+    config = {"http_options": {"port": 9}, "applications": applications[1:2]}
+    assert served(config) == {"http://127.0.0.1:9": 2}
+    with pytest.raises(ValueError, match="must not be empty"):
+        served({"applications": []})
 
 
 def test_a_taken_port_and_a_wrong_key_are_said_at_once(tmp_path: Path) -> None:

@@ -45,18 +45,21 @@ engine that never starts or a service that asks nobody for a key. All else is fo
 
 {{- define "dspark.apiKeysFile" -}}/etc/dspark/api-keys/keys{{- end -}}
 
-{{/* Applications by name, and whether each asks for API keys, as JSON; refuses keys that nobody checks, and checks without keys. */}}
-{{- define "dspark.asksForKeys" -}}
+{{/*
+The applications, as a JSON array: name, prefix of its paths, whether it asks for API keys, and whether it is one of this
+project that asks nobody. Refuses keys that nobody checks, and checks without keys.
+*/}}
+{{- define "dspark.applications" -}}
 {{- $mounted := include "dspark.apiKeysFile" . -}}
 {{- $secret := .Values.apiKeys.secretName -}}
-{{- $asks := dict -}}
+{{- $applications := list -}}
 {{- $files := list -}}
 {{- range $i, $application := (include "dspark.serve" . | fromJson).applications -}}
 {{- $place := include "dspark.section" (list $application (printf "applications[%d]." $i) "args.http_config.api_keys") | fromJson -}}
 {{- $files = append $files $place.file -}}
-{{- if eq (toString $application.import_path) "deployments.app:build" -}}
-{{- $_ := set $asks (default "default" $application.name) (not (empty $place)) -}}
-{{- end -}}
+{{- $prefix := default "/" $application.route_prefix | trimSuffix "/" -}}
+{{- $isOpen := and (empty $place) (eq (toString $application.import_path) "deployments.app:build") -}}
+{{- $applications = append $applications (dict "name" (default "default" $application.name) "prefix" $prefix "asks" (not (empty $place)) "isOpen" $isOpen) -}}
 {{- end -}}
 {{- if and $secret (not (has $mounted $files)) -}}
 {{- fail (printf "apiKeys.secretName is set, but no application reads the keys: serveConfigV2 needs applications[].args.http_config.api_keys.file: %s" $mounted) -}}
@@ -64,7 +67,7 @@ engine that never starts or a service that asks nobody for a key. All else is fo
 {{- if and (has $mounted $files) (not $secret) -}}
 {{- fail (printf "serveConfigV2 reads API keys from %s: name their secret in apiKeys.secretName" $mounted) -}}
 {{- end -}}
-{{- toJson $asks -}}
+{{- toJson $applications -}}
 {{- end -}}
 
 {{/* CPUs as Ray counts them: whole ones, rounded up. Empty when the quantity is none that this understands. */}}
