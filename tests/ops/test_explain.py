@@ -82,7 +82,7 @@ def test_what_binds(who: Member, report: LoadReport, expected: Binding) -> None:
     [engine] = account(roster, 0.5, 60.0).engines
     assert engine.binding == expected
     assert engine.report_age_seconds == 0.5
-    assert engine.measured_tokens_per_second == 3.0
+    assert engine.measured_tokens_per_second == (0.0 if expected == "idle" else 3.0)
     assert (engine.cap is None) == (expected == "alone")
 
 
