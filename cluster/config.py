@@ -65,6 +65,11 @@ class EngineConfig(ParallelConfig):
         None, description="Where the measured cost curve is kept; none: the user's cache folder"
     )
 
+    @property
+    def capacity(self) -> int:
+        """Most requests that an engine takes, running and waiting."""
+        return self.max_num_seqs + self.max_num_waiting
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -87,7 +87,7 @@ class Engine:
         with self._lock:
             if request.request_id in self._sequences:
                 raise InvalidRequestError("request_id", f"{request.request_id!r} is already running")
-            if len(self._sequences) >= self._config.max_num_seqs + self._config.max_num_waiting:
+            if len(self._sequences) >= self._config.capacity:
                 raise QueueFullError(self._retry_after_seconds())
             if not self._sequences:
                 self._finish_times.clear()  # the idle stretch before says nothing about how fast places come free
@@ -307,10 +307,8 @@ class Engine:
             if outcome and sequence.num_output and chunk.num_rows == 1:  # the token that a prompt ends in is no round
                 rounds.append(self._count(chunk, outcome))
             if outcome and not sequence.began_seconds:
-                sequence.began_seconds, sequence.began_output = (
-                    self.clock(),
-                    sequence.num_output + len(outcome.token_ids),
-                )
+                sequence.began_seconds = self.clock()
+                sequence.began_output = sequence.num_output + len(outcome.token_ids)
             self._batcher.commit(chunk, outcome.token_ids if outcome else [])
             if outcome and outcome.finish_reason:
                 events.append(self._finish(sequence, outcome.finish_reason, outcome))

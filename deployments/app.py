@@ -34,8 +34,7 @@ def build_app(config: LLMConfig) -> Application:
     _check_accelerators(config)
     logger.info("effective configuration:\n%s", config.effective_yaml())
     # Serve must never queue where the engine should decide: its limit sheds with 429, Serve's would let clients hang.
-    engine = config.engine_kwargs
-    capacity = engine.max_num_seqs + engine.max_num_waiting
+    capacity = config.engine_kwargs.capacity
     limit = 4 * capacity + 64
     graceful = config.deployment_config.graceful_shutdown_timeout_s
     light = {"num_cpus": 0}  # HTTP and the engine share the machine's cores, as the operating system sees fit

@@ -26,6 +26,8 @@ from cluster.leases import Offer, Offers
 from cluster.messages import BudgetLease, LoadReport
 from cluster.roster import Answer, Experience, Member
 
+MEMBER = Member(engine="e", replica="r", group="", rank=0, group_size=1, max_num_seqs=8, tiers=(), curve=curve(0.01))
+
 
 def report(step: int = 0, num_requests: int = 2, prefill: int = 0) -> LoadReport:
     return LoadReport(
@@ -132,10 +134,7 @@ def test_a_line_reports_less_often_while_its_lease_stays() -> None:
 
 async def _settle() -> None:
     scheduler, engine = ConfidenceScheduler(), SteppingEngine()
-    member = Member(
-        engine="e", replica="r", group="", rank=0, group_size=1, max_num_seqs=8, tiers=(), curve=curve(0.01)
-    )
-    line = Line("e", engine, lambda: member, settles=True)
+    line = Line("e", engine, lambda: MEMBER, settles=True)
     line.connect(SimpleNamespace(report=SimpleNamespace(remote=scheduler.report)))
     running = asyncio.create_task(line.run())
     await asyncio.sleep(2.5)
@@ -149,10 +148,7 @@ async def _settle() -> None:
 async def _lose_a_report(scheduler: Any, loss: type[BaseException]) -> None:
     """The engine's next introduction follows at once, with what the lost one held."""
     engine, brought = SteppingEngine(), Evidence.none(4)
-    member = Member(
-        engine="e", replica="r", group="", rank=0, group_size=1, max_num_seqs=8, tiers=(), curve=curve(0.01)
-    )
-    line = Line("e", engine, lambda: replace(member, evidence=brought), settles=True)
+    line = Line("e", engine, lambda: replace(MEMBER, evidence=brought), settles=True)
     line.connect(SimpleNamespace(report=SimpleNamespace(remote=scheduler)))
     line.observe(STEP)
     with pytest.raises(loss):
