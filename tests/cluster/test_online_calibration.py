@@ -126,6 +126,9 @@ def test_an_engine_that_nobody_answers_refits_itself_and_loses_no_evidence(
                 one.offer((1.0,) * NUM_SLOTS)
             else:
                 one.give_back(taken)
+                returned = one.take()
+                np.testing.assert_array_equal(returned.tested, taken.tested)
+                one.give_back(returned)
     assert (one.temperatures == (1.0,) * NUM_SLOTS) == answered
     one.offer((3.0,) * NUM_SLOTS)
     assert one.due() == (3.0,) * NUM_SLOTS == one.temperatures
