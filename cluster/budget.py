@@ -80,7 +80,7 @@ def everything_admitted(report: LoadReport, curve: CostCurve, tiers: Sequence[Sl
     running = len(levels)
     num_drafts = np.arange(survivals.size + 1)
     seconds = decode_seconds(curve, running, report.num_prefill_tokens, num_drafts, report.context_tokens)
-    draft = curve.draft_seconds(int(levels.any(axis=1).sum()))
+    draft = float(curve.draft_seconds(int(levels.any(axis=1).sum()), int(levels.any(axis=0).sum())))
     most_tokens = running + survivals.sum()
     rate_limit = most_tokens / (draft + seconds[0])
     repaid = survivals.min() >= rate_limit * np.diff(seconds).max()

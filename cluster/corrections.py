@@ -1,12 +1,15 @@
-"""What real steps teach about a measured cost curve: factors by cell, shared with the cells that no step has visited.
+"""What real steps teach about measured times: a factor for each cell, and one for how busy the machine is now.
 
-A curve that was measured while the machine was busy is wrong in whole regions, and the sizes that a scheduler avoids
-because they look dear are never visited. So a cell that nothing is known of follows its neighbours, the nearer the
-more, and stops doing so as steps visit it. Pure numbers.
+A machine that others share slows all sizes down alike, for seconds; a measurement is wrong about one size, or about a
+region of them, for good. Only the second kind may move a budget: sizes that were seen at different times must not be
+compared by when they were seen. So a step's surprise is split by what is known: a Kalman filter, whose state is the
+logarithm of the machine's pace, which wanders quickly, and those of the cells' factors, which hardly do. Cells near
+each other go wrong together, so a cell that no step has visited follows its neighbours. Pure numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -15,64 +18,77 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-PRIOR_STEPS = 5.0
-"""The measurement that a curve starts from counts as so many real steps: those differ from it by more than from each
-other. Each step at a cell counts as much as those before it, at first."""
-LEAST_RATE = 1 / 160
-"""Later a cell follows about its latest 160 steps: a budget hangs on differences of a few percent."""
-LARGEST_SURPRISE = 1.5
-"""One step counts at most as so many times, or as that part of, what was expected: a page fault moves a size that no
-step has visited by a twelfth, and later hardly."""
+MEASURED_WITHIN = 0.15
+"""Standard deviation of a measured cell from what real steps take there, pace aside: other requests, other pages."""
+NEARER_BY_OCTAVE = 2.0
+"""Cells one octave apart go wrong together by half, two by a quarter."""
+PACE_WITHIN, PACE_WANDERS = 0.3, 0.05
+"""Of the machine's pace: from that of the measurement, and from step to step."""
+CELLS_WANDER = 0.001
+"""From step to step: what was learned counts less after hundreds of steps."""
+STEP_NOISE, NOISE_BY_OCTAVE = 0.12, 1.0
+"""Of one step, and the further outside of the cells it is, the more: it goes by a slope there, so it says little."""
+LARGEST_SURPRISE = 0.4
+"""One step counts at most as so much more, or less, than expected (a logarithm): a page fault says nothing."""
 LARGEST_FACTOR = 4.0
-NEARER_BY_OCTAVE = 4.0
-"""A neighbour at half of the distance in octaves of the size counts so many times as much."""
-DOUBT = 0.01
-"""What a cell's measurement counts beside a well-known neighbour at no distance: one that is three octaves away is
-believed by 60%."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One time that was taken."""
+
+    weights: Array
+    """[N] of the cells around it; sum 1."""
+    ratio: float
+    """To what was measured there at first."""
+    octaves_outside: float = 0.0
+    """How far it is from the nearest cell."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corrections:
-    """One factor per cell. A value: `observed` returns a new one.
+    """A value: `observed` returns a new one. Its state is [N cells .., pace], in logarithms."""
 
-    Each cell's own estimate follows its visits and starts from what its neighbours say, which may change meanwhile:
-    so the part that is the cell's own, and how much of the estimate that is, are kept apart.
-    """
-
-    closeness: Array
-    """[N, N] what a neighbour's estimate counts; 0 for a cell itself."""
-    own: Array
-    """[N] the cell's own part of the logarithm of its factor."""
-    visited: Array
-    """[N] which share of its estimate is its own: 0 without a visit, towards 1."""
+    prior: Array
+    """[N, N] covariance of the cells before any step."""
+    state: Array
+    """[N + 1]"""
+    covariance: Array
+    """[N + 1, N + 1]"""
 
     @classmethod
-    def none(cls, octaves: Array) -> Self:
-        """For cells at these places [N, axes], distances being sums over axes."""
-        distance = np.abs(octaves[:, None] - octaves[None]).sum(axis=2)
-        closeness = NEARER_BY_OCTAVE**-distance * (1 - np.eye(len(octaves)))
-        return cls(closeness, np.zeros(len(octaves)), np.zeros(len(octaves)))
-
-    @property
-    def logarithms(self) -> Array:
-        """[N]"""
-        # A neighbour's estimate is own / visited, and counts visited squared: the first visits are mostly noise.
-        weighted = self.closeness @ (self.visited * self.own)
-        neighbours = weighted / (self.closeness @ self.visited**2 + DOUBT)
-        limit = np.log(LARGEST_FACTOR)
-        return np.clip(self.own + (1 - self.visited) * neighbours, -limit, limit)
+    def none(cls, *surfaces: Array) -> Self:
+        """For the cells of some surfaces, at these places [n, axes] in octaves each: surfaces share only the pace."""
+        num_cells = sum(len(octaves) for octaves in surfaces)
+        prior, start = np.zeros((num_cells, num_cells)), 0
+        for octaves in surfaces:
+            distance = np.abs(octaves[:, None] - octaves[None]).sum(axis=2)
+            own = slice(start, start + len(octaves))
+            prior[own, own] = MEASURED_WITHIN**2 * NEARER_BY_OCTAVE**-distance
+            start += len(octaves)
+        covariance = np.zeros((num_cells + 1, num_cells + 1))
+        covariance[:-1, :-1], covariance[-1, -1] = prior, PACE_WITHIN**2
+        return cls(prior, np.zeros(num_cells + 1), covariance)
 
     @property
     def factors(self) -> Array:
-        """[N] within 1/4 .. 4."""
-        return np.exp(self.logarithms)
+        """[N] within 1/4 .. 4, at the machine's pace."""
+        limit = np.log(LARGEST_FACTOR)
+        return np.exp(np.clip(self.state[:-1] + self.state[-1], -limit, limit))
 
-    def observed(self, weights_SN: Array, ratios_S: Array) -> Corrections:
-        """After S steps, each of a time ratios_S times the expected one, at cells of these weights, rows of sum 1."""
-        surprises_S = np.log(np.clip(ratios_S, 1 / LARGEST_SURPRISE, LARGEST_SURPRISE))
-        aims_SN = self.logarithms + surprises_S[:, None]
-        own, visited = self.own, self.visited
-        for weights, aim in zip(weights_SN, aims_SN, strict=True):
-            rates = weights * np.maximum((1 - visited) / PRIOR_STEPS, LEAST_RATE)
-            own, visited = own + rates * (aim - own), visited + rates * (1 - visited)
-        return Corrections(self.closeness, own, visited)
+    def observed(self, steps: Iterable[Iterable[Observation]]) -> Corrections:
+        """After some steps, each with the times that were taken in it."""
+        state, covariance = self.state.copy(), self.covariance.copy()
+        wandering = (CELLS_WANDER / MEASURED_WITHIN) ** 2 * self.prior
+        for step in steps:
+            covariance[:-1, :-1] += wandering
+            covariance[-1, -1] += PACE_WANDERS**2
+            for seen in step:
+                weights = np.append(seen.weights, 1.0)
+                shared = covariance @ weights
+                noise = STEP_NOISE**2 + (NOISE_BY_OCTAVE * seen.octaves_outside) ** 2
+                surprise = np.log(seen.ratio) - state @ weights
+                gain = shared / (weights @ shared + noise)
+                state += gain * np.clip(surprise, -LARGEST_SURPRISE, LARGEST_SURPRISE)
+                covariance -= np.outer(gain, shared)
+        return Corrections(self.prior, state, covariance)

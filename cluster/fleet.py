@@ -85,7 +85,11 @@ class _Loads:
         self.running_I = np.array([len(report.tiers) for report in self.reports])
         self.bases_I = self.running_I + [report.num_prefill_tokens for report in self.reports]
         self.levels_IGR = _levels(self.reports)
-        self.cumulative_IS, self.most_I = _cumulative(self.levels_IGR, [r.max_draft_tokens for r in self.reports])
+        missing_IS = _sorted_missing(self.levels_IGR)
+        deepens = any(group.curve.deepens for group in groups)
+        self.enters_IG = _enters(self.levels_IGR, missing_IS) if deepens else None
+        """With so many slots verified, the first of this place in a block is; None where that costs nothing."""
+        self.cumulative_IS, self.most_I = _cumulative(missing_IS, [r.max_draft_tokens for r in self.reports])
         self.first_Q = self.by_group(np.maximum, self.bases_I)
         self.spans_Q = self.by_group(np.maximum, self.bases_I + self.most_I) - self.first_Q
         self.running_Q = self.by_group(np.add, self.running_I)
@@ -93,8 +97,7 @@ class _Loads:
         """Slots that are verified already where T is the group's first."""
 
         # Who has no slot isn't drafted for: near the end, inside a prompt, or too hard (cluster/bypass.py).
-        drafted_Q = self.by_group(np.maximum, np.count_nonzero(self.levels_IGR[:, :1], axis=(1, 2)))
-        draft_Q = np.array([g.curve.draft_seconds(most) for g, most in zip(groups, drafted_Q.tolist(), strict=True)])
+        self.drafted_Q = self.by_group(np.maximum, np.count_nonzero(self.levels_IGR[:, :1], axis=(1, 2)))
         self.num_options = int(self.spans_Q.max(initial=0)) + 1
         options_N = np.arange(self.num_options)
         self.seconds_QN = np.empty((len(groups), self.num_options))
@@ -102,7 +105,8 @@ class _Loads:
             seconds_N[:] = self._verify_seconds(q, options_N)
         self.without_Q = self.seconds_QN[:, 0].copy()
         """[Q] of a step without drafts; nobody drafts before it."""
-        self.seconds_QN += draft_Q[:, None]
+        for q, seconds_N in enumerate(self.seconds_QN):
+            self._add_draft_seconds(q, seconds_N)
         """[Q, N] of a step, the draft pass included."""
         verified_IN = self.by_option(self.cumulative_IS, np.arange(len(self.reports)))
         self.rates = np.empty((len(groups), 1 + self.num_options))
@@ -131,6 +135,22 @@ class _Loads:
         ranks = slice(self.starts_Q[q], self.starts_Q[q] + len(self.groups[q].reports))
         anchors = int(self.running_I[ranks].max(initial=0))
         return decode_seconds(self.groups[q].curve, anchors, int(self.first_Q[q]) - anchors, options_N, context)
+
+    def _add_draft_seconds(self, q: int, seconds_N: Array) -> None:
+        """Deeper budgets need longer passes: a slot more than the deepest one that is verified, see `budget.depth`.
+
+        By survival; where promises rank, that comes near.
+        """
+        curve, num_drafted, num_slots = self.groups[q].curve, int(self.drafted_Q[q]), self.levels_IGR.shape[1]
+        if self.enters_IG is None or not num_slots:
+            seconds_N += float(curve.draft_seconds(num_drafted, 1))
+            return
+        ranks = slice(self.starts_Q[q], self.starts_Q[q] + self.sizes_Q[q])
+        seconds_G = curve.draft_seconds(num_drafted, np.minimum(np.arange(num_slots) + 2, num_slots))
+        seconds_N += seconds_G[0]
+        first_G = (self.enters_IG[ranks] - self.below_I[ranks, None]).min(axis=0)
+        for slot in np.diff(seconds_G).nonzero()[0] + 1:
+            seconds_N[max(first_G[slot], 0) :] += seconds_G[slot] - seconds_G[slot - 1]
 
     def previous(self) -> list[int]:
         """[Q] the option that the last leases amount to."""
@@ -260,13 +280,29 @@ def _levels(reports: Sequence[LoadReport]) -> Levels:
     return levels_IGR
 
 
-def _cumulative(levels_IGR: Levels, limits: Sequence[int]) -> tuple[Array, Ints]:
-    """[I, S + 1] sums of each engine's highest survivals, for 0, 1, .. S slots; [I] how many may be verified.
-
-    Where no more may be, the sums rise no more.
-    """
+def _sorted_missing(levels_IGR: Levels) -> Levels:
+    """[I, S] what each engine's slots lack of certainty, best ones first."""
     missing_IS = LEVELS - levels_IGR.reshape(len(levels_IGR), -1)
     missing_IS.sort(axis=1, kind="stable")  # by radix, since these are bytes
+    return missing_IS
+
+
+def _enters(levels_IGR: Levels, missing_IS: Levels) -> Ints:
+    """[I, G] how many slots are verified when the first one of each place is: as `admit` breaks ties, by place."""
+    best_IG = levels_IGR.max(axis=2, initial=0)
+    enters_IG = np.ones(best_IG.shape, np.int64)
+    for enters_G, missing_S, best_G in zip(enters_IG, missing_IS, best_IG, strict=True):
+        enters_G += missing_S.searchsorted(LEVELS - best_G)
+    for slot in range(1, best_IG.shape[1]):
+        enters_IG[:, slot] += (levels_IGR[:, :slot] == best_IG[:, slot, None, None]).sum(axis=(1, 2))
+    return enters_IG
+
+
+def _cumulative(missing_IS: Levels, limits: Sequence[int]) -> tuple[Array, Ints]:
+    """[I, S + 1] sums of each engine's highest survivals, for 0, 1, .. S slots; [I] how many may be verified.
+
+    Where no more may be, the sums rise no more. Overwrites `missing_IS` there.
+    """
     for row, limit in zip(missing_IS, limits, strict=True):
         row[limit:] = LEVELS
     cumulative_IS = np.zeros((len(missing_IS), missing_IS.shape[1] + 1))

@@ -21,7 +21,7 @@ from cluster.bypass import Returns, Round
 from cluster.config import EngineConfig
 from cluster.leases import Offer, Offers
 from cluster.messages import BudgetLease, CostCurveError, LoadReport, SchedulerMode, SlaTier, StepResult
-from cluster.speeds import rooms, speeds
+from cluster.speeds import expected_rate, rooms, speeds
 from cluster.sps import CostCurve, DraftSample, VerifySample
 
 UNLIMITED = BudgetLease(cap=2**31)
@@ -30,6 +30,9 @@ PLAIN = BudgetLease(cap=0)
 FIRST_PROBE_STEPS, LONGEST_PROBE_STEPS = 64, 1024
 """A step that skips drafting learns nothing about drafts: after so many in a row, one drafts to look again. Each time
 that it comes to nothing the next look waits twice as long; when load falls, no look is needed to draft again."""
+PLAIN_EVERY_STEPS, PLAIN_WITHIN = 32, 1.25
+"""Likewise, a machine on which all steps draft never sees what a plain one takes: where that comes so near, one in so
+many is plain."""
 LEASE_STEPS = 4
 """A lease stands for so many steps while the same requests decode: what it rests on changes slowly, and searching costs
 time."""
@@ -78,8 +81,7 @@ class LocalScheduler:
         self._needs: dict[str, float] = {}
         self._returns = Returns()
         self._num_expected = self._num_passed = YIELD_PRIOR_TOKENS
-        self._verified: list[VerifySample] = []
-        self._drafted: list[DraftSample] = []
+        self._timed: list[tuple[VerifySample, DraftSample | None]] = []
         self._seconds_expected = 0.0
         self._prompts_expected = 0.0
         self._decode_seconds = self._prompts_seconds = 0.0
@@ -133,7 +135,7 @@ class LocalScheduler:
         self._num_steps_leased += 1
         num_prompt_rows = batcher.num_prompt_rows
         decoding = [sequence for sequence in batcher.running if sequence.num_pending == 1]
-        self._returns.judge([sequence.draft_return for sequence in decoding], self._curve.draft_seconds)
+        self._returns.judge([sequence.draft_return for sequence in decoding], self._pass_seconds)
         offer = self._offers.current(self._reports[0].step, now)
         if offer is not None and self._config.data_parallel_size > 1:
             # Followed from step to step, because all ranks of the group are to have it at once; and no bypass: drafts
@@ -148,7 +150,16 @@ class LocalScheduler:
             self._leased_for, self._num_steps_leased = (decoding, num_prompt_rows.bit_length()), 0
         if self._last_lease.cap == 0 and self._num_steps_undrafted >= self._probe_after_steps:
             return BudgetLease(cap=max(self._max_drafts, len(batcher.running))), self._leased_mode
+        if self._num_steps_drafted >= PLAIN_EVERY_STEPS and self._plain_is_near(self._curve):
+            return PLAIN, self._leased_mode
         return self._last_lease, self._leased_mode
+
+    def _plain_is_near(self, curve: CostCurve) -> bool:
+        """As far as the curve can tell. A lockstep group's steps aren't one rank's to choose."""
+        if self._config.data_parallel_size > 1:
+            return False
+        leased, plain = (expected_rate(self._reports[0], lease, curve) for lease in (self._last_lease, PLAIN))
+        return leased < PLAIN_WITHIN * plain
 
     def _search(self, curve: CostCurve, batcher: Batcher, num_prompt_rows: int, offer: Offer | None) -> None:
         """All that was proposed, if that is cheap; else the fleet's lease, if it was made for such a step; else the
@@ -168,6 +179,11 @@ class LocalScheduler:
             promised = self._promised(report.request_ids, report.tiers)
             lease = replace(lease, depth=budget.depth(survival_levels(report) / LEVELS, lease, *promised))
         self._last_lease, self._leased_mode, self._offer = lease, mode, offer
+
+    def _pass_seconds(self, num_requests: int) -> float:
+        """Of a draft pass as deep as the last lease lets it be."""
+        assert self._curve is not None
+        return float(self._curve.draft_seconds(num_requests, min(self._last_lease.depth, self._max_drafts)))
 
     def _promised(self, request_ids: Seq[str], tiers: Seq[int]) -> tuple[list[float], ArrayLike]:
         """Needs and weights of these requests, as `budget.slot_values` takes them."""
@@ -280,7 +296,8 @@ class LocalScheduler:
         verify, plain, anchors = self._curve.step_seconds(sizes, plan.context_tokens).tolist()
         if not num_anchors:
             anchors = 0.0  # a curve has no such point
-        draft = self._curve.draft_seconds(len(plan.drafted))
+        num_slots = max((len(chunk.proposed) for chunk in plan.drafted), default=0)
+        draft = float(self._curve.draft_seconds(len(plan.drafted), num_slots))
         self._prompts_expected = plain - anchors
         self._seconds_expected = verify + draft - self._prompts_expected
         return verify + draft, anchors, plain - anchors
@@ -290,12 +307,13 @@ class LocalScheduler:
         if self._curve is None or result.predicted is None:
             return
         seconds = result.seconds - result.draft_seconds
-        self._verified.append(VerifySample(result.num_tokens, result.report.context_tokens, seconds))
-        if num_drafted := sum(verify_round.num_proposed > 0 for verify_round in result.rounds):
-            self._drafted.append(DraftSample(num_drafted, result.draft_seconds))
-        if len(self._verified) == REFRESH_EVERY_STEPS:
-            self._curve = self._curve.observed(self._verified, self._drafted)
-            self._verified, self._drafted = [], []
+        verify = VerifySample(result.num_tokens, result.report.context_tokens, seconds)
+        num_drafted = sum(verify_round.num_proposed > 0 for verify_round in result.rounds)
+        draft = DraftSample(num_drafted, result.draft_seconds, result.num_slots) if num_drafted else None
+        self._timed.append((verify, draft))
+        if len(self._timed) == REFRESH_EVERY_STEPS:
+            self._curve = self._curve.observed(self._timed)
+            self._timed = []
 
     def _current_load(self, batcher: Batcher, num_prompt_rows: int) -> LoadReport:
         """The report of two steps ago, less the requests that have left, plus those that came since; with the prompts

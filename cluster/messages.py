@@ -309,6 +309,11 @@ class StepResult:
     calibration: tuple[PositionCalibration, ...] = ()
     """Every few hundred steps, and then of every position that was seen often enough."""
 
+    @property
+    def num_slots(self) -> int:
+        """Drafted for each request: as many as for the one with most."""
+        return max((verify_round.num_proposed for verify_round in self.rounds), default=0)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:

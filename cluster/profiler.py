@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 NUM_SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (64, 768)
-"""Tokens of each sequence."""
+"""Tokens of each sequence. Drafts are measured with the shorter ones: a row costs as much with any."""
 PASSES, REPEATS = 3, 2
 """All kinds of steps are run in turn, several times over, so that a busy moment doesn't make one size look dear."""
-SECONDS_PER_PASS = 1.7
+SECONDS_PER_PASS = 6.0
 """Wider steps than ALWAYS_ROWS are left out once the first pass has taken so long."""
 SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_block_size")
 """Settings that decide which steps are measured: a curve says nothing about far larger ones."""
@@ -64,7 +64,7 @@ def cost_curve(config: EngineConfig, shard: Shard) -> CostCurve:
     steps = measure(shard, config)
     curve = CostCurve.fit(
         [VerifySample(s.num_tokens, s.report.context_tokens, s.seconds - s.draft_seconds) for s in steps],
-        [DraftSample(len(s.rounds), s.draft_seconds) for s in steps if s.report.drafted],
+        [DraftSample(len(s.rounds), s.draft_seconds, s.num_slots) for s in steps if s.report.drafted],
         provenance,
     )
     curve.save(path)
@@ -97,7 +97,7 @@ def _path(config: EngineConfig, provenance: Provenance) -> Path:
 
 
 def measure(shard: Shard, config: EngineConfig) -> list[StepResult]:
-    """The fastest of a few real steps of each kind, narrow kinds first. Overwrites the shard's pages.
+    """A few real steps of each kind, narrow kinds first. Overwrites the shard's pages.
 
     Raises ValueError when max_model_len has no room for them.
     """
@@ -115,32 +115,30 @@ def measure(shard: Shard, config: EngineConfig) -> list[StepResult]:
         length = (context - 1) // config.kv_block_size * config.kv_block_size + 1
         prompt = tuple(i * 7919 % shard.vocab_size for i in range(length))
         _decode(engine, prompt, Cell(1, 0), num_tokens)
-        results += _fastest(engine, prompt, _cells(config, shard.num_draft_slots), num_tokens)
+        drafts = {0} if results else {0, 1, shard.num_draft_slots}
+        results += _measure(engine, prompt, _cells(config, drafts), num_tokens)
     return results
 
 
-def _fastest(engine: Engine, prompt: tuple[int, ...], cells: list[Cell], num_tokens: int) -> list[StepResult]:
-    """The fastest step of each cell over all passes; cells that don't fit the pool or the time are left out."""
-    fastest: dict[Cell, StepResult] = {}
+def _measure(engine: Engine, prompt: tuple[int, ...], cells: list[Cell], num_tokens: int) -> list[StepResult]:
+    """Steps of each cell in all passes; cells that don't fit the pool or the time are left out."""
+    measured: dict[Cell, list[StepResult]] = {}
     for number in range(PASSES):
         started = time.perf_counter()
-        for cell in cells if number == 0 else list(fastest):
-            steps = _decode(engine, prompt, cell, num_tokens)
-            known = [fastest[cell]] if cell in fastest else []
-            if steps or known:
-                fastest[cell] = min([*known, *steps], key=lambda step: step.seconds)
+        for cell in cells if number == 0 else list(measured):
+            measured.setdefault(cell, []).extend(_decode(engine, prompt, cell, num_tokens))
             slow = number == 0 and time.perf_counter() - started > SECONDS_PER_PASS
             if slow and cell.num_rows >= ALWAYS_ROWS:
                 break
-    return list(fastest.values())
+    return [step for steps in measured.values() for step in steps]
 
 
-def _cells(config: EngineConfig, block_size: int) -> list[Cell]:
+def _cells(config: EngineConfig, drafts: set[int]) -> list[Cell]:
     """What fits the row budget, by rows."""
     cells = [
         Cell(num_sequences, num_drafts)
         for num_sequences in NUM_SEQUENCES
-        for num_drafts in {0, block_size // 2, block_size}
+        for num_drafts in drafts
         if num_sequences <= config.max_num_seqs
     ]
     fitting = [cell for cell in cells if cell.num_rows <= config.max_num_batched_tokens]

@@ -102,8 +102,9 @@ def _seconds(
     context = report.context_tokens * anchors / max(len(report.tiers), 1)
     filled = np.maximum(num_drafts, lease.padded_tokens - anchors - report.num_prefill_tokens)
     seconds = decode_seconds(curve, anchors, report.num_prefill_tokens, filled, context)
-    drafted = anchors - int((~survival_levels(report).any(axis=1)).sum())
-    return seconds + np.where(num_drafts > 0, curve.draft_seconds(drafted), 0.0)
+    levels = survival_levels(report)
+    drafted, num_slots = anchors - int((~levels.any(axis=1)).sum()), min(lease.depth, max(levels.shape[1], len(report.newcomer)))
+    return seconds + np.where(num_drafts > 0, curve.draft_seconds(drafted, num_slots), 0.0)
 
 
 def _least_value(report: LoadReport, lease: BudgetLease, cap: int, tiers: Sequence[SlaTier]) -> float:

@@ -1,8 +1,8 @@
-"""What a step costs: seconds to verify a flat batch, by tokens and context, and to draft a block, by requests.
+"""What a step costs: seconds to verify a flat batch, by tokens and context, and to draft a block, by requests and slots.
 
 Knows numbers that somebody measured and their provenance; measures nothing itself and keeps no clock.
-A curve never falls as tokens or context grow: measurement noise must not tempt the budget to verify more.
-Between grid points it is linear; an engine that pads its batches describes each stair by the two points of its edge.
+Seconds never fall as a size grows: measurement noise must not tempt the budget to verify or to draft more.
+Between grid points they are linear; an engine that pads its batches describes each stair by the two points of its edge.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cluster.corrections import Corrections
+from cluster.corrections import Corrections, Observation
 from cluster.messages import CostCurveError
 
 Array = NDArray[np.float64]
 
 FLAT_BELOW = 1.02
 """A curve whose dearest batch costs less than this many cheapest ones says nothing about load."""
-CONTEXT_OCTAVES = 0.5
-"""Neighbouring columns of a table count as so far apart: a busy machine slows all contexts down alike."""
+COLUMN_OCTAVES = 0.2
+"""Neighbouring columns of a surface count as so far apart: what is wrong about a size is so with any context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,63 @@ class DraftSample:
 
     num_requests: int
     seconds: float
+    num_slots: int = 1
+    """Drafted for each of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Surface:
+    """Seconds over a grid of two sizes. A value."""
+
+    rows: Array
+    """[X] increasing."""
+    columns: Array
+    """[Y] increasing."""
+    measured: Array
+    """[X, Y] seconds, as fitted."""
+    seconds: Array
+    """[X, Y] in use: corrected, and made monotone."""
+
+    @classmethod
+    def of(cls, rows: ArrayLike, columns: ArrayLike, measured: ArrayLike) -> Surface:
+        """CostCurveError says what is wrong with the numbers."""
+        rows_X, columns_Y, table = (np.asarray(values, dtype=np.float64) for values in (rows, columns, measured))
+        if table.shape != (len(rows_X), len(columns_Y)) or not table.size:
+            raise CostCurveError(f"a table of shape {table.shape} on a grid of {len(rows_X)} x {len(columns_Y)}")
+        if any((np.diff(axis) <= 0).any() for axis in (rows_X, columns_Y)):
+            raise CostCurveError("the grid of a cost curve must increase")
+        if not (np.isfinite(table) & (table > 0)).all():
+            raise CostCurveError("a cost curve needs positive, finite seconds")
+        return cls(rows_X, columns_Y, table, _monotone(table))
+
+    def along_rows(self, rows: ArrayLike, column: float) -> Array:
+        """Seconds at some rows (a number or an array of them) of one column: fp64, same shape."""
+        values = _interpolate_column(self.columns, self.seconds, column)
+        return _interpolate(self.rows, values, np.asarray(rows, dtype=np.float64))
+
+    def along_columns(self, row: float, columns: ArrayLike) -> Array:
+        """The same at one row of some columns."""
+        if len(self.columns) == 1:
+            return np.full(np.shape(columns), _interpolate(self.rows, self.seconds[:, 0], np.asarray(float(row))))
+        values = _interpolate_column(self.rows, self.seconds.T, row)
+        return _interpolate(self.columns, values, np.asarray(columns, dtype=np.float64))
+
+    def observation(self, row: float, column: float, seconds: float) -> Observation:
+        """What a time says about the cells around it."""
+        weights = np.outer(_hat(self.rows, row), _hat(self.columns, column)).ravel()
+        at_first = _interpolate(self.rows, _interpolate_column(self.columns, self.measured, column), np.asarray(row))
+        outside = max(float(np.log2(row / self.rows[-1])), 0.0)
+        return Observation(weights, seconds / float(at_first), outside)
+
+    def corrected(self, factors: Array) -> Surface:
+        """With the measurement times these [X * Y]."""
+        return replace(self, seconds=_monotone(self.measured * factors.reshape(self.measured.shape)))
+
+    @property
+    def octaves(self) -> Array:
+        """[X * Y, 2] where the cells lie."""
+        places = np.arange(len(self.columns)) * COLUMN_OCTAVES
+        return np.stack(np.meshgrid(np.log2(self.rows), places, indexing="ij"), axis=2).reshape(-1, 2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,24 +131,12 @@ class CostCurve:
     """Seconds per verify and per draft pass. Built by `fit` or `load`; a value, so `observed` returns a new one."""
 
     provenance: Provenance
-    tokens: Array
-    """[T] increasing."""
-    contexts: Array
-    """[C] increasing."""
-    measured: Array
-    """[T, C] seconds, as fitted."""
+    verify: Surface
+    """By tokens and context."""
+    draft: Surface | None
+    """By requests and slots; None for an engine without a drafter."""
     corrections: Corrections
-    """[T * C] learned from real steps since."""
-    draft_requests: Array
-    """[D] increasing; empty for an engine without a drafter."""
-    measured_draft: Array
-    """[D] seconds, as fitted."""
-    draft_corrections: Corrections
-    """[D] learned since."""
-    verify: Array
-    """[T, C] seconds in use: measured * corrections, made monotone."""
-    draft: Array
-    """[D] seconds in use, likewise."""
+    """Of the cells of both."""
 
     @classmethod
     def fit(
@@ -103,7 +149,7 @@ class CostCurve:
         no samples, a time is not positive, or the curve is flat.
         """
         cells = _medians(((s.num_tokens, s.context_tokens), s.seconds) for s in samples)
-        drafts = _medians(((d.num_requests, 0), d.seconds) for d in draft_samples)
+        drafts = _medians(((d.num_requests, d.num_slots), d.seconds) for d in draft_samples)
         if not cells:
             raise CostCurveError("no measurements to fit a cost curve to")
         slope = _context_slope(cells)
@@ -111,7 +157,7 @@ class CostCurve:
         contexts = sorted({min(pair[1] for pair in cells), max(pair[1] for pair in cells)})
         bases = [median(seconds - slope * c for (t, c), seconds in cells.items() if t == size) for size in tokens]
         table = [[base + slope * context for context in contexts] for base in bases]
-        return cls._checked(provenance, tokens, contexts, table, [d for d, _ in sorted(drafts)], _sorted_values(drafts))
+        return cls._checked(provenance, Surface.of(tokens, contexts, table), _draft_surface(drafts) if drafts else None)
 
     @classmethod
     def load(cls, path: Path, provenance: Provenance) -> CostCurve:
@@ -119,89 +165,82 @@ class CostCurve:
         try:
             record = json.loads(path.read_text())
             found = Provenance(**record["provenance"])
-            columns = [record[name] for name in ("tokens", "contexts", "verify", "draft_requests", "draft")]
+            verify = [record[name] for name in ("tokens", "contexts", "verify")]
+            draft = [record[name] for name in ("draft_requests", "draft_slots", "draft")]
         except FileNotFoundError as error:
             raise CostCurveError(f"{path}: no cost curve there") from error
         except (ValueError, KeyError, TypeError) as error:
             raise CostCurveError(f"{path}: not a cost curve: {error}") from error
         if difference := found.difference(provenance):
             raise CostCurveError(f"{path}: measured with {difference}; measure it again")
-        return cls._checked(found, *columns)
+        return cls._checked(found, Surface.of(*verify), Surface.of(*draft) if draft[0] else None)
 
     def save(self, path: Path) -> None:
         """Write the curve in use, refreshed as it is, with its provenance, as JSON."""
+        draft = self.draft
         record = {
             "provenance": asdict(self.provenance),
-            "tokens": self.tokens.tolist(),
-            "contexts": self.contexts.tolist(),
-            "verify": self.verify.tolist(),
-            "draft_requests": self.draft_requests.tolist(),
-            "draft": self.draft.tolist(),
+            "tokens": self.verify.rows.tolist(),
+            "contexts": self.verify.columns.tolist(),
+            "verify": self.verify.seconds.tolist(),
+            "draft_requests": draft.rows.tolist() if draft else [],
+            "draft_slots": draft.columns.tolist() if draft else [],
+            "draft": draft.seconds.tolist() if draft else [],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1))
 
     @classmethod
-    def _checked(
-        cls,
-        provenance: Provenance,
-        tokens: ArrayLike,
-        contexts: ArrayLike,
-        table: ArrayLike,
-        draft_requests: ArrayLike,
-        draft: ArrayLike,
-    ) -> CostCurve:
-        grid = [np.asarray(axis, dtype=np.float64) for axis in (tokens, contexts, draft_requests)]
-        measured = np.asarray(table, dtype=np.float64)
-        measured_draft = np.asarray(draft, dtype=np.float64)
-        if measured.shape != (len(grid[0]), len(grid[1])) or measured_draft.shape != grid[2].shape or not measured.size:
-            raise CostCurveError(f"a table of shape {measured.shape} on a grid of {len(grid[0])} x {len(grid[1])}")
-        if any((np.diff(axis) <= 0).any() for axis in grid):
-            raise CostCurveError("the grid of a cost curve must increase")
-        times = np.concatenate([measured.ravel(), measured_draft])
-        if not (np.isfinite(times) & (times > 0)).all():
-            raise CostCurveError("a cost curve needs positive, finite seconds")
-        verify = _monotone(measured)
-        if (verify[-1] < FLAT_BELOW * verify[0]).any():
+    def _checked(cls, provenance: Provenance, verify: Surface, draft: Surface | None) -> CostCurve:
+        seconds = verify.seconds
+        if (seconds[-1] < FLAT_BELOW * seconds[0]).any():
+            tokens = verify.rows
             raise CostCurveError(
-                f"flat: {verify[0, 0]:.6f} s for {grid[0][0]:.0f} tokens, {verify[-1, 0]:.6f} s for {grid[0][-1]:.0f}"
+                f"flat: {seconds[0, 0]:.6f} s for {tokens[0]:.0f} tokens, {seconds[-1, 0]:.6f} s for {tokens[-1]:.0f}"
             )
-        steady = _isotonic(measured_draft)
-        columns = np.arange(len(grid[1])) * CONTEXT_OCTAVES
-        cells = np.stack(np.meshgrid(np.log2(grid[0]), columns, indexing="ij"), axis=2).reshape(-1, 2)
-        corrections, of_drafts = Corrections.none(cells), Corrections.none(np.log2(grid[2])[:, None])
-        return cls(provenance, grid[0], grid[1], measured, corrections, grid[2], steady, of_drafts, verify, steady)
+        surfaces = [verify, draft] if draft else [verify]
+        return cls(provenance, verify, draft, Corrections.none(*(surface.octaves for surface in surfaces)))
+
+    @property
+    def deepens(self) -> bool:
+        """Whether a draft pass of more slots takes longer, as far as was measured."""
+        return self.draft is not None and len(self.draft.columns) > 1
 
     def step_seconds(self, num_tokens: ArrayLike, context_tokens: float) -> Array:
         """Seconds of one target forward over `num_tokens` rows (a number or an array of them): fp64, same shape."""
-        column = _interpolate_column(self.contexts, self.verify, context_tokens)
-        return _interpolate(self.tokens, column, np.asarray(num_tokens, dtype=np.float64))
+        return self.verify.along_rows(num_tokens, context_tokens)
 
-    def draft_seconds(self, num_requests: int) -> float:
-        """Seconds of one draft pass for `num_requests`; 0 for none, and for an engine without a drafter."""
-        if not num_requests or not self.draft_requests.size:
-            return 0.0
-        return float(_interpolate(self.draft_requests, self.draft, np.asarray(num_requests, dtype=np.float64)))
+    def draft_seconds(self, num_requests: int, num_slots: ArrayLike) -> Array:
+        """Seconds of one draft pass of so many slots (a number or an array of them) for each request: fp64, same shape.
 
-    def observed(self, samples: Sequence[VerifySample], draft_samples: Sequence[DraftSample] = ()) -> CostCurve:
-        """The curve after some real steps and draft passes: the cells around them follow, see cluster/corrections.py.
+        0 for no requests, for no slots, and for an engine without a drafter.
+        """
+        slots = np.asarray(num_slots, dtype=np.float64)
+        if not num_requests or not self.draft:
+            return np.zeros_like(slots)
+        return np.where(slots > 0, self.draft.along_columns(num_requests, slots), 0.0)
+
+    def observed(self, steps: Sequence[tuple[VerifySample, DraftSample | None]]) -> CostCurve:
+        """The curve after some real steps: the cells around them follow, see cluster/corrections.py.
 
         No cell leaves 1/4..4 times its measurement.
         """
-        curve = self
-        if samples:
-            ratios = [s.seconds / float(self.step_seconds(s.num_tokens, s.context_tokens)) for s in samples]
-            cells = [np.outer(_hat(self.tokens, s.num_tokens), _hat(self.contexts, s.context_tokens)) for s in samples]
-            corrections = self.corrections.observed(np.stack(cells).reshape(len(samples), -1), np.array(ratios))
-            table = self.measured * corrections.factors.reshape(self.measured.shape)
-            curve = replace(curve, corrections=corrections, verify=_monotone(table))
-        if draft_samples and self.draft_requests.size:
-            ratios = [s.seconds / self.draft_seconds(s.num_requests) for s in draft_samples]
-            cells = [_hat(self.draft_requests, s.num_requests) for s in draft_samples]
-            corrections = self.draft_corrections.observed(np.stack(cells), np.array(ratios))
-            draft = _isotonic(self.measured_draft * corrections.factors)
-            curve = replace(curve, draft_corrections=corrections, draft=draft)
-        return curve
+        num_verify, num_draft = self.verify.measured.size, self.draft.measured.size if self.draft else 0
+        seen = []
+        for verify, draft in steps:
+            one = self.verify.observation(verify.num_tokens, verify.context_tokens, verify.seconds)
+            seen.append([replace(one, weights=np.append(one.weights, np.zeros(num_draft)))])
+            if draft and self.draft:
+                other = self.draft.observation(draft.num_requests, draft.num_slots, draft.seconds)
+                seen[-1].append(replace(other, weights=np.append(np.zeros(num_verify), other.weights)))
+        corrections = self.corrections.observed(seen)
+        factors = corrections.factors
+        return replace(
+            self,
+            corrections=corrections,
+            verify=self.verify.corrected(factors[:num_verify]),
+            draft=self.draft and self.draft.corrected(factors[num_verify:]),
+        )
 
 
 def _medians(timed: Iterable[tuple[tuple[int, int], float]]) -> dict[tuple[int, int], float]:
@@ -212,8 +251,15 @@ def _medians(timed: Iterable[tuple[tuple[int, int], float]]) -> dict[tuple[int, 
     return {key: median(times) for key, times in groups.items()}
 
 
-def _sorted_values(cells: dict[tuple[int, int], float]) -> list[float]:
-    return [cells[key] for key in sorted(cells)]
+def _draft_surface(cells: dict[tuple[int, int], float]) -> Surface:
+    """By (requests, slots). Where a row budget had no room for so many slots, they cost what they cost elsewhere,
+    against the most that were measured there."""
+    requests, slots = (sorted({pair[axis] for pair in cells}) for axis in (0, 1))
+    table = np.array([[cells.get((n, k), np.nan) for k in slots] for n in requests])
+    for left, right in pairwise(range(len(slots))):
+        growth = np.nanmedian(table[:, right] / table[:, left])
+        table[:, right] = np.where(np.isnan(table[:, right]), growth * table[:, left], table[:, right])
+    return Surface.of(requests, slots, table)
 
 
 def _context_slope(cells: dict[tuple[int, int], float]) -> float:

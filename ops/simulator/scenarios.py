@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cluster.messages import SlaTier
-from cluster.sps import CostCurve
+from cluster.sps import CostCurve, Surface
 from ops.simulator.inputs import Acceptance, Hardware, load_hardware
 from ops.simulator.policies import Central, EachForItself, Fixed, Policy
 from ops.simulator.world import Fleet, simulate
@@ -135,9 +135,12 @@ def _live_survival(hardware: Hardware) -> list[float]:
 
 def _with_mtp(fleet: Fleet) -> Fleet:
     """The same fleet with one multi-token-prediction layer for a drafter."""
+    draft = fleet.curve.draft
+    assert draft is not None
+    shorter = Surface.of(draft.rows, draft.columns, draft.seconds * MTP_DRAFT_SHARE)
     return replace(
         fleet,
-        curve=replace(fleet.curve, draft=fleet.curve.draft * MTP_DRAFT_SHARE),
+        curve=replace(fleet.curve, draft=shorter),
         acceptance=Acceptance.of_survival([MTP_SURVIVAL]),
     )
 

@@ -81,10 +81,10 @@ class _Run:
         self.group_of_I = np.repeat(np.arange(len(ranks)), ranks)
         self.first_of_L = np.concatenate([[0], np.cumsum(ranks)])[:-1]
         self.owner_Q = np.repeat(np.arange(len(self.sizes_I)), self.sizes_I)
-        self.draft_L = np.array([fleet.curve.draft_seconds(max(group)) for group in fleet.loads])
+        num_requests, self.num_slots = len(self.owner_Q), len(fleet.acceptance.offsets)
+        self.draft_L = np.array([float(fleet.curve.draft_seconds(max(g), self.num_slots)) for g in fleet.loads])
 
         self.generator = np.random.default_rng(fleet.seed)
-        num_requests, self.num_slots = len(self.owner_Q), len(fleet.acceptance.offsets)
         self.ease_Q = fleet.acceptance.ease(num_requests, self.generator)
         self.tier_Q = self._draw_tiers(num_requests)
         self.wanted_Q = self.generator.integers(*fleet.output_tokens, num_requests, endpoint=True)

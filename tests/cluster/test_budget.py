@@ -80,7 +80,7 @@ def rate_of(batch: list[tuple[float, ...]], lengths: tuple[int, ...], curve: Cos
     seconds -= float(
         curve.step_seconds(len(batch) + prefill, 0) - curve.step_seconds(len(batch), 0)
     )  # the prompts' own
-    return expected / (seconds + (curve.draft_seconds(sum(map(bool, batch))) if sum(lengths) else 0.0))
+    return expected / (seconds + (curve.draft_seconds(sum(map(bool, batch)), 1) if sum(lengths) else 0.0))
 
 
 @UNTIMED
@@ -111,7 +111,7 @@ def test_a_lease_respects_its_limits_and_is_kept_unless_much_is_gained(
         ranked = sorted((a for request in batch for a in request), reverse=True)
 
         def rate(cap: int) -> float:
-            draft = curve.draft_seconds(sum(map(bool, batch))) if cap else 0.0
+            draft = curve.draft_seconds(sum(map(bool, batch)), 1) if cap else 0.0
             return (len(batch) + sum(ranked[:cap])) / (float(curve.step_seconds(len(batch) + cap, 0)) + draft)
 
         assert rate(lease.cap) > rate(min(before, most, slots)) * (1 + MIN_GAIN) * (1 - 1e-9)

@@ -88,7 +88,7 @@ def seconds_of(group: list[Rank], lengths: list[tuple[int, ...]], curve: CostCur
     """The rank with the most rows sets the time; a draft pass is paid by all if one drafts."""
     rows = max(len(rank.requests) + rank.prefill + sum(n) for rank, n in zip(group, lengths, strict=True))
     drafted = max(sum(bool(slots) for _, slots in rank.requests) for rank in group)
-    drafts = curve.draft_seconds(drafted) if any(map(sum, lengths)) else 0.0
+    drafts = curve.draft_seconds(drafted, 1) if any(map(sum, lengths)) else 0.0
     anchors = max(len(rank.requests) for rank in group)
     prompts = curve.step_seconds(max(len(rank.requests) + rank.prefill for rank in group), 0)
     return float(curve.step_seconds(rows, 0) - (prompts - curve.step_seconds(anchors, 0))) + drafts
@@ -179,6 +179,28 @@ def test_within_its_limits_a_group_does_what_is_best(
     lengths = admitted(group, leases, tiers or TIERS)
     assert max(map(sum, lengths)) <= most
     assert worth_of(group, lengths, curve, tiers) == pytest.approx(best, rel=1e-9)
+
+
+@UNTIMED
+@given(st.lists(ranks(3), min_size=1, max_size=2), jagged_curves(), st.sampled_from([0.5, 3.0, 9.0]))
+def test_a_deeper_budget_pays_for_the_longer_draft_pass(group: list[Rank], curve: CostCurve, each_ms: float) -> None:
+    """No number of rows is worth more, where a pass drafts a slot more than the deepest one that is verified."""
+    passes = [DraftSample(n, 0.001 * n + each_ms * k / 1000, k) for n, k in product((1, 3), range(1, NUM_SLOTS + 1))]
+    curve = replace(curve, draft=CostCurve.fit([VerifySample(n, 0, n) for n in (1, 2)], passes, HERE).draft)
+
+    def worth(lengths: list[tuple[int, ...]]) -> float:
+        deepest = max(map(max, lengths))
+        drafted = max(sum(bool(slots) for _, slots in rank.requests) for rank in group)
+        longer = curve.draft_seconds(drafted, min(deepest + 1, NUM_SLOTS)) - curve.draft_seconds(drafted, 1)
+        seconds = seconds_of(group, lengths, curve) + (float(longer) if deepest else 0.0)
+        return sum(sum(tokens_of(rank, own)) for rank, own in zip(group, lengths, strict=True)) / seconds
+
+    bases = [len(rank.requests) + rank.prefill for rank in group]
+    rows = range(max(bases), max(bases) + 3 * NUM_SLOTS + 1)
+    tried = [admitted(group, [BudgetLease(cap=num - base) for base in bases], TIERS[:1] * 3) for num in rows]
+    [leases] = allocate([group_of(group, curve)], min_gain=0.0)
+    chosen = worth(admitted(group, leases, TIERS[:1] * 3))
+    assert chosen == pytest.approx(max(worth(lengths) for lengths in [*tried, [(0,) * len(r.requests) for r in group]]))
 
 
 def loaded_curves() -> st.SearchStrategy[CostCurve]:

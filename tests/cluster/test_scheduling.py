@@ -268,18 +268,18 @@ def test_the_measured_curve_is_kept_and_found_again(tiny: tuple[Path, Any], tmp_
     drafter = random_drafter(VOCAB)
     shard = Shard(load_decoder(tiny[0], torch.float32), drafter, config)
     steps = profiler.measure(shard, config)
-    assert {(len(step.rounds), step.num_tokens) for step in steps} >= {(1, 1), (1, 3), (1, 5), (2, 6), (4, 20)}
+    assert {(len(step.rounds), step.num_tokens) for step in steps} >= {(1, 1), (1, 2), (1, 5), (2, 4), (2, 10), (4, 20)}
     assert all(step.report.num_prefill_tokens == 0 for step in steps)
     first = profiler.cost_curve(config, shard)
     drafts = len(drafter.seen)
     again = profiler.cost_curve(config, shard)
     assert len(drafter.seen) == drafts, "nothing was measured again"
-    assert again.verify.tolist() == first.verify.tolist()
+    assert again.verify.seconds.tolist() == first.verify.seconds.tolist()
     other = profiler.cost_curve(config.model_copy(update={"num_threads": 7}), shard)
     assert len(drafter.seen) > drafts, "a curve of another engine is not used"
     assert other.provenance.num_threads == 7
     smaller = profiler.cost_curve(config.model_copy(update={"num_threads": 7, "max_num_seqs": 4}), shard)
-    assert smaller.draft_requests[-1] < other.draft_requests[-1], "nor one that was measured for other sizes"
+    assert smaller.draft and other.draft and smaller.draft.rows[-1] < other.draft.rows[-1], "nor one that was measured for other sizes"
     with pytest.raises(ValueError, match="max_model_len is 16; scheduling this drafter needs 21"):
         profiler.measure(shard, config.model_copy(update={"max_model_len": 16}))
 

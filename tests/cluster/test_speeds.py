@@ -50,7 +50,7 @@ def real_speed(report: LoadReport, cost: CostCurve, tier: int) -> float:
     survival = survival_levels(joined) / LEVELS
     running = len(survival)
     seconds = decode_seconds(cost, running, 0, lease.cap, joined.context_tokens) + (
-        cost.draft_seconds(running) if lease.cap else 0.0
+        cost.draft_seconds(running, 1) if lease.cap else 0.0
     )
     owners = np.frombuffer(joined.tiers, np.uint8)
     needs = np.array([TIERS[t].min_tokens_per_second for t in owners]) * MARGIN * seconds
