@@ -60,20 +60,22 @@ def _mask(group: AttentionGroup, num_queries_per_kv: int, dtype: torch.dtype) ->
 def ragged_attention(
     query_NX: Tensor, kv: PagedKV, layer: int, batch: FlatBatch, group_masks: Sequence[Tensor | None]
 ) -> Tensor:
-    """query [N, G * H * C] in group-first order -> output of the same shape.
+    """query [N or more, G * H * C] in group-first order -> output of the same shape; rows from N on are padding.
 
     The rows' own keys and values must be in the pages already.
     """
-    if len(batch.groups) == 1 and batch.groups[0].rows_RQ is None:
+    num_rows, num_padded = batch.num_rows, len(query_NX)
+    if num_padded == num_rows and batch.groups[0].rows_RQ is None:
         return _attend(query_NX, kv, layer, batch.groups[0], group_masks[0])
-    num_rows = batch.num_rows
-    output = query_NX.new_empty(num_rows + 1, query_NX.shape[1])  # the last row takes what padding computes
+    # Row N takes what sequences are padded with. Zeros: padding must not overflow in later layers.
+    output = query_NX.new_zeros(num_padded + 1, query_NX.shape[1])
     for group, mask in zip(batch.groups, group_masks, strict=True):
-        assert group.rows_RQ is not None
-        assert group.targets_RQ is not None
-        rows = _attend(query_NX.index_select(0, group.rows_RQ), kv, layer, group, mask)
-        output.index_copy_(0, group.targets_RQ, rows)
-    return output[:num_rows]
+        if group.rows_RQ is None or group.targets_RQ is None:
+            output[:num_rows] = _attend(query_NX[:num_rows], kv, layer, group, mask)
+        else:
+            rows = _attend(query_NX.index_select(0, group.rows_RQ), kv, layer, group, mask)
+            output.index_copy_(0, group.targets_RQ, rows)
+    return output[:num_padded]
 
 
 def _attend(rows_X: Tensor, kv: PagedKV, layer: int, group: AttentionGroup, mask: Tensor | None) -> Tensor:

@@ -21,6 +21,7 @@ from cluster.engine import Engine
 from cluster.messages import CostCurveError, Request, SamplingParams, StepResult
 from cluster.shard import Shard
 from cluster.sps import CostCurve, DraftSample, Provenance, VerifySample
+from drafter.packing import stair
 from drafter.source import models_folder
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,11 @@ def cost_curve(config: EngineConfig, shard: Shard) -> CostCurve:
         logger.info("measuring the cost curve: %s", error)
     steps = measure(shard, config)
     curve = CostCurve.fit(
-        [VerifySample(s.num_tokens, s.report.context_tokens, s.seconds - s.draft_seconds) for s in steps],
+        [
+            VerifySample(edge, step.report.context_tokens, step.seconds - step.draft_seconds)
+            for step in steps
+            for edge in stair(step.num_tokens)
+        ],
         [DraftSample(len(s.rounds), s.draft_seconds, s.num_slots) for s in steps if s.report.drafted],
         provenance,
     )

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.attention import Step, group_first_order, masks, ragged_attention
@@ -33,6 +34,7 @@ from cluster.messages import Lockstep
 from cluster.models.mla import LatentAttention, MLAConfig
 from cluster.moe import MoE, MoEConfig
 from drafter.frozen import rotate_
+from drafter.packing import can_pack, padded_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +111,7 @@ class Attention:
             self._norms = q_norm, RMSNorm(read, f"{name}.k_norm", config.rms_norm_eps)
 
     def __call__(self, x_ND: Tensor, layer: int, step: Step) -> Tensor:
-        """[N, D] -> [N, D]; writes the rows' keys and values into the pages on the way."""
+        """[N or more, D] -> the same; writes the N rows' keys and values into the pages on the way."""
         qkv = self._qkv(x_ND)
         qk_NHC = qkv.view(x_ND.shape[0], -1, self._head_dim)[:, : self._rotated]
         if self._norms is not None:
@@ -117,7 +119,7 @@ class Attention:
                 part.copy_(norm(part))
         rotate_(qk_NHC, step.cos_sin)  # in place: the keys now lie before the values, as the pages want them
         query, key_value_rows = qkv.tensor_split((self._query_width,), 1)
-        step.kv.write_rows(layer, step.batch.slots_N, key_value_rows)
+        step.kv.write_rows(layer, step.batch.slots_N, key_value_rows[: step.batch.num_rows])
         return self._output(ragged_attention(query, step.kv, layer, step.batch, step.masks))
 
 
@@ -159,6 +161,8 @@ class Decoder:
         self._layers = [DecoderLayer(read, index, config, mesh) for index in range(config.num_hidden_layers)]
         self._norm = RMSNorm(read, "model.norm", config.rms_norm_eps)
         self.dtype, self.device = weight_VD.dtype, weight_VD.device
+        # Once, instead of in every product. Experts are passed by real rows only.
+        self._pads = can_pack(weight_VD) and not self.moe_layers
         self._rotary = Rotary(rotary_frequencies(config), config.max_position_embeddings, self.dtype, self.device)
         self._num_kv_heads = (
             1 if config.mla else config.num_key_value_heads // mesh.kv_part(config.num_key_value_heads).count
@@ -189,14 +193,16 @@ class Decoder:
         """
         group_masks = masks(batch, self._num_queries_per_kv, self.dtype)
         lockstep = lockstep or Lockstep((batch.num_rows,))
-        step = Step(batch, kv, self._rotary.at(batch.positions_N), group_masks, lockstep)
-        x_ND = self.embedding(batch.tokens_N)
+        padding = padded_rows(batch.num_rows) - batch.num_rows if self._pads else 0
+        step = Step(batch, kv, self._rotary.at(F.pad(batch.positions_N, (0, padding))), group_masks, lockstep)
+        x_ND = self.embedding(F.pad(batch.tokens_N, (0, padding)))
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self._layers):
             x_ND = layer(x_ND, index, step)
             if index in tap_layers:
                 tapped[index] = x_ND
-        features = [tapped[index] for index in tap_layers]
+        x_ND = x_ND[: batch.num_rows]
+        features = [tapped[index][: batch.num_rows] for index in tap_layers]
         return self._norm(x_ND), torch.cat(features, -1) if features else x_ND.new_empty(x_ND.shape[0], 0)
 
     @torch.inference_mode()

@@ -69,7 +69,7 @@ class LatentAttention:
         self._scale = (config.cached_size / (plain + rotated)) ** 0.5
 
     def __call__(self, x_ND: Tensor, layer: int, step: Step) -> Tensor:
-        """[N, D] -> [N, D]; writes the rows' latents into the pages on the way."""
+        """[N or more, D] -> the same; writes the N rows' latents into the pages on the way."""
         config, num_rows = self._config, x_ND.shape[0]
         sizes = (config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim)
         bottleneck_NQ, latent_NL, shared_NR = self._down(x_ND).split(sizes, 1)  # type: ignore[no-untyped-call]
@@ -78,7 +78,8 @@ class LatentAttention:
         latent_NHL = torch.einsum("nhp,hpl->nhl", plain_NHP, self._key_HPL)
         query = torch.cat((latent_NHL, rotate_(rotated_NHR.contiguous(), step.cos_sin)), -1).mul_(self._scale)
         shared_NR = rotate_(shared_NR.unsqueeze(1).contiguous(), step.cos_sin)[:, 0]
-        step.kv.write_rows(layer, step.batch.slots_N, torch.cat((self._latent_norm(latent_NL), shared_NR), -1))
+        latents = torch.cat((self._latent_norm(latent_NL), shared_NR), -1)
+        step.kv.write_rows(layer, step.batch.slots_N, latents[: step.batch.num_rows])
         mixed = ragged_attention(query.flatten(1), step.kv, layer, step.batch, step.masks)
         mixed_NHL = mixed.view(num_rows, self._heads, -1)[..., : config.kv_lora_rank]
         return self._output(torch.einsum("nhl,hlv->nhv", mixed_NHL, self._value_HLV).flatten(1))
