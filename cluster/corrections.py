@@ -74,7 +74,7 @@ class Corrections:
     def factors(self) -> Array:
         """[N] within 1/4 .. 4, at the machine's pace."""
         limit = np.log(LARGEST_FACTOR)
-        return np.exp(np.clip(self.state[:-1] + self.state[-1], -limit, limit))
+        return np.asarray(np.exp(np.clip(self.state[:-1] + self.state[-1], -limit, limit)))
 
     def observed(self, steps: Iterable[Iterable[Observation]]) -> Corrections:
         """After some steps, each with the times that were taken in it."""

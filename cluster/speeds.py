@@ -103,7 +103,8 @@ def _seconds(
     filled = np.maximum(num_drafts, lease.padded_tokens - anchors - report.num_prefill_tokens)
     seconds = decode_seconds(curve, anchors, report.num_prefill_tokens, filled, context)
     levels = survival_levels(report)
-    drafted, num_slots = anchors - int((~levels.any(axis=1)).sum()), min(lease.depth, max(levels.shape[1], len(report.newcomer)))
+    drafted = anchors - int((~levels.any(axis=1)).sum())
+    num_slots = min(lease.depth, max(levels.shape[1], len(report.newcomer)))
     return seconds + np.where(num_drafts > 0, curve.draft_seconds(drafted, num_slots), 0.0)
 
 

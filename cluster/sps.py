@@ -1,4 +1,4 @@
-"""What a step costs: seconds to verify a flat batch, by tokens and context, and to draft a block, by requests and slots.
+"""What a step costs: seconds to verify a flat batch, by tokens and context, and to draft, by requests and slots.
 
 Knows numbers that somebody measured and their provenance; measures nothing itself and keeps no clock.
 Seconds never fall as a size grows: measurement noise must not tempt the budget to verify or to draft more.

@@ -54,7 +54,6 @@ class FrozenLinear:
             return self._product(rows)[:num_rows].view(*x.shape[:-1], -1)
         return F.linear(x, self._weight, self._bias_O)
 
-
     def _product(self, x: Tensor) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias_O, "none", [], "")
         return y

@@ -27,6 +27,7 @@ from cluster.kv_cache import PagedKV
 from cluster.messages import Span
 from cluster.models.decoder import Decoder
 from cluster.models.loader import load_decoder
+from drafter.packing import padded_rows
 
 BLOCK = 4
 SIZES: dict[str, Any] = {
@@ -97,6 +98,7 @@ class Pair:
                     buffer.add_(torch.randn_like(buffer) * 0.1)
         self.reference.save_pretrained(folder)
         self.decoder: Decoder = load_decoder(folder, torch.float32)
+        self.decoder._pads = not self.decoder.moe_layers  # as where products are packed, which fp32 ones aren't
         self.kv: PagedKV = self.decoder.make_kv(64, BLOCK)
         self.tokens = torch.randint(
             3, SIZES["vocab_size"], (4, 60), generator=torch.Generator().manual_seed(1)
@@ -150,6 +152,17 @@ def test_mixed_batch_of_decode_rows_verify_rows_and_prefill_chunks(pair: Pair) -
     rows = [slice(span.start, end) for span, end in zip(spans, ends, strict=True)]
     close(logits, torch.cat([logits[part] for (logits, _), part in zip(references, rows, strict=True)]))
     close(features, torch.cat([states[2][part] for (_, states), part in zip(references, rows, strict=True)]))
+
+
+def test_padding_is_written_nowhere(pair: Pair) -> None:
+    assert padded_rows(21) > 21
+    kv = pair.decoder.make_kv(64, BLOCK)
+    batch = flatten([pair.span(0, 0, 9), pair.span(1, 0, 12)], BLOCK)
+    hidden, features = pair.decoder.forward(batch, kv, (0,))
+    assert len(hidden) == len(features) == 21
+    for slots in kv._layer_slots:
+        written = slots.abs().sum(1).nonzero()[:, 0]
+        assert written.tolist() == sorted(batch.slots_N.tolist())
 
 
 def test_only_the_wanted_logits_rows(pair: Pair) -> None:

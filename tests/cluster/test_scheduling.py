@@ -17,7 +17,7 @@ from cluster import profiler
 from cluster.budget import encode_survival, survival
 from cluster.config import EngineConfig
 from cluster.engine import Engine
-from cluster.local_scheduler import FIRST_PROBE_STEPS
+from cluster.local_scheduler import FIRST_PROBE_STEPS, PLAIN_EVERY_STEPS
 from cluster.messages import BudgetLease, CostCurveError, InvalidRequestError, SlaTier, StepResult
 from cluster.models.loader import load_decoder
 from cluster.shard import Shard
@@ -63,6 +63,21 @@ def test_when_tokens_are_dear_drafting_stops_and_is_probed(tiny: tuple[Path, Any
     gaps = [later - earlier for earlier, later in zip(drafted, drafted[1:], strict=False)]
     probes = [gap - 1 for gap in gaps if gap > 1]
     assert probes == [FIRST_PROBE_STEPS, 2 * FIRST_PROBE_STEPS], "one step drafts again, and more and more rarely"
+
+
+@pytest.mark.parametrize(("per_token", "is_near"), [(0.4, True), (0.01, False)])
+def test_where_plain_decoding_comes_near_a_step_is_plain_now_and_then(
+    tiny: tuple[Path, Any], per_token: float, is_near: bool
+) -> None:
+    """A machine that drafts in all steps never learns what a plain one takes."""
+    cost = curve(per_token, base=0.5)
+    engine = frozen(make_engine(tiny[0], random_drafter(VOCAB), cost, speculation="scheduled", max_model_len=256))
+    engine._scheduler.learn = engine._scheduler._returns.judge = lambda *_: None  # type: ignore[method-assign]
+    outputs = run(engine, [request([1, 2, 3], max_tokens=250)])
+    steps = [step for step in outputs.steps if step.rounds][:-5]
+    plain = [number for number, step in enumerate(steps) if not step.report.drafted]
+    assert len(steps) > 70
+    assert plain == (list(range(PLAIN_EVERY_STEPS, len(steps), PLAIN_EVERY_STEPS + 1)) if is_near else [])
 
 
 def test_the_cap_follows_the_curve_and_survivals_rank(tiny: tuple[Path, Any]) -> None:
@@ -279,7 +294,9 @@ def test_the_measured_curve_is_kept_and_found_again(tiny: tuple[Path, Any], tmp_
     assert len(drafter.seen) > drafts, "a curve of another engine is not used"
     assert other.provenance.num_threads == 7
     smaller = profiler.cost_curve(config.model_copy(update={"num_threads": 7, "max_num_seqs": 4}), shard)
-    assert smaller.draft and other.draft and smaller.draft.rows[-1] < other.draft.rows[-1], "nor one that was measured for other sizes"
+    assert smaller.draft and other.draft and smaller.draft.rows[-1] < other.draft.rows[-1], (
+        "nor one that was measured for other sizes"
+    )
     with pytest.raises(ValueError, match="max_model_len is 16; scheduling this drafter needs 21"):
         profiler.measure(shard, config.model_copy(update={"max_model_len": 16}))
 
