@@ -67,7 +67,7 @@ def decode_seconds(curve: CostCurve, running: int, others: int, num_drafts: Arra
 def everything_admitted(report: LoadReport, curve: CostCurve, tiers: Sequence[SlaTier] = ()) -> bool:
     """True when the load is so low that every slot repays its own verification: no search is needed.
 
-    Sufficient, not necessary: each slot's survival covers the dearest extra token at the highest rate possible,
+    Sufficient, not necessary: each slot's survival covers the dearest extra token and place at the highest rate there is,
     drafting everything beats not drafting, and gives all that promised speeds need. Then the rate rises with every
     slot, and `allocate`'s argmax is all of them.
     """
@@ -80,10 +80,12 @@ def everything_admitted(report: LoadReport, curve: CostCurve, tiers: Sequence[Sl
     running = len(levels)
     num_drafts = np.arange(survivals.size + 1)
     seconds = decode_seconds(curve, running, report.num_prefill_tokens, num_drafts, report.context_tokens)
-    draft = float(curve.draft_seconds(int(levels.any(axis=1).sum()), int(levels.any(axis=0).sum())))
+    passes = curve.draft_seconds(int(levels.any(axis=1).sum()), np.arange(1, int(levels.any(axis=0).sum()) + 1))
+    shortest, draft = float(passes[0]), float(passes[-1])
     most_tokens = running + survivals.sum()
-    rate_limit = most_tokens / (draft + seconds[0])
-    repaid = survivals.min() >= rate_limit * np.diff(seconds).max()
+    rate_limit = most_tokens / (shortest + seconds[0])
+    # The first slot of its place makes the pass longer for all others of that place, too.
+    repaid = survivals.min() >= rate_limit * (np.diff(seconds).max() + np.diff(passes).max(initial=0.0))
     worth_drafting = most_tokens / (draft + seconds[-1]) >= running / seconds[0] * (1 + MIN_GAIN)
     speeds = np.array([tier.min_tokens_per_second for tier in tiers] or [0.0])[np.frombuffer(report.tiers, np.uint8)]
     needed = speeds * paces(report)
@@ -132,7 +134,9 @@ def depth(survival: ArrayLike, lease: BudgetLease, needs: ArrayLike = 0.0, weigh
     survival [R][G] of a report, so two steps old; needs and weights as in `admit`. Each slot makes a draft pass longer.
     """
     values = _values(survival, needs, weights)
-    return min(int(np.count_nonzero((values >= lease.price).any(axis=0))) + 1, int(values.shape[1]))
+    ranked = np.sort(values, axis=None)[::-1]
+    least = max(lease.price, float(ranked[min(lease.cap, len(ranked)) - 1]))
+    return min(int(np.count_nonzero((values >= least).any(axis=0))) + 1, int(values.shape[1]))
 
 
 def _values(survival: ArrayLike, needs: ArrayLike, weights: ArrayLike) -> Array:

@@ -28,8 +28,9 @@ CELLS_WANDER = 0.001
 """From step to step: what was learned counts less after hundreds of steps."""
 STEP_NOISE, NOISE_BY_OCTAVE = 0.12, 1.0
 """Of one step, and the further outside of the cells it is, the more: it goes by a slope there, so it says little."""
-LARGEST_SURPRISE = 0.4
-"""One step counts at most as so much more, or less, than expected (a logarithm): a page fault says nothing."""
+SURPRISING = 2.0
+"""Standard deviations. Beyond, a step counts as the noisier, the more it surprises: a page fault says next to nothing,
+and a machine that has become three times slower is believed after some twenty steps."""
 LARGEST_FACTOR = 4.0
 
 
@@ -42,7 +43,7 @@ class Observation:
     ratio: float
     """To what was measured there at first."""
     octaves_outside: float = 0.0
-    """How far it is from the nearest cell."""
+    """How far it is beyond the largest size that was measured."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +51,7 @@ class Corrections:
     """A value: `observed` returns a new one. Its state is [N cells .., pace], in logarithms."""
 
     prior: Array
-    """[N, N] covariance of the cells before any step."""
+    """[N, N] covariance of the cells before any step, to which it returns without steps."""
     state: Array
     """[N + 1]"""
     covariance: Array
@@ -79,16 +80,18 @@ class Corrections:
     def observed(self, steps: Iterable[Iterable[Observation]]) -> Corrections:
         """After some steps, each with the times that were taken in it."""
         state, covariance = self.state.copy(), self.covariance.copy()
-        wandering = (CELLS_WANDER / MEASURED_WITHIN) ** 2 * self.prior
+        forgetting = (CELLS_WANDER / MEASURED_WITHIN) ** 2
+        limit = np.log(LARGEST_FACTOR)
         for step in steps:
-            covariance[:-1, :-1] += wandering
+            covariance[:-1, :-1] += forgetting * (self.prior - covariance[:-1, :-1])
             covariance[-1, -1] += PACE_WANDERS**2
             for seen in step:
                 weights = np.append(seen.weights, 1.0)
                 shared = covariance @ weights
                 noise = STEP_NOISE**2 + (NOISE_BY_OCTAVE * seen.octaves_outside) ** 2
-                surprise = np.log(seen.ratio) - state @ weights
-                gain = shared / (weights @ shared + noise)
-                state += gain * np.clip(surprise, -LARGEST_SURPRISE, LARGEST_SURPRISE)
+                innovation, variance = np.log(seen.ratio) - state @ weights, weights @ shared
+                noise *= max(1.0, innovation**2 / (SURPRISING**2 * (variance + noise)))
+                gain = shared / (variance + noise)
+                state = np.clip(state + gain * innovation, -limit, limit)
                 covariance -= np.outer(gain, shared)
         return Corrections(self.prior, state, covariance)

@@ -101,13 +101,13 @@ class _Loads:
         self.num_options = int(self.spans_Q.max(initial=0)) + 1
         options_N = np.arange(self.num_options)
         self.seconds_QN = np.empty((len(groups), self.num_options))
+        """[Q, N] of a step, the draft pass included."""
         for q, seconds_N in enumerate(self.seconds_QN):
             seconds_N[:] = self._verify_seconds(q, options_N)
         self.without_Q = self.seconds_QN[:, 0].copy()
         """[Q] of a step without drafts; nobody drafts before it."""
         for q, seconds_N in enumerate(self.seconds_QN):
             self._add_draft_seconds(q, seconds_N)
-        """[Q, N] of a step, the draft pass included."""
         verified_IN = self.by_option(self.cumulative_IS, np.arange(len(self.reports)))
         self.rates = np.empty((len(groups), 1 + self.num_options))
         """[Q, 1 + N] expected tokens per second of each option, nothing promised. More room than slots never wins."""
@@ -137,20 +137,18 @@ class _Loads:
         return decode_seconds(self.groups[q].curve, anchors, int(self.first_Q[q]) - anchors, options_N, context)
 
     def _add_draft_seconds(self, q: int, seconds_N: Array) -> None:
-        """Deeper budgets need longer passes: a slot more than the deepest one that is verified, see `budget.depth`.
-
-        By survival; where promises rank, that comes near.
-        """
-        curve, num_drafted, num_slots = self.groups[q].curve, int(self.drafted_Q[q]), self.levels_IGR.shape[1]
-        if self.enters_IG is None or not num_slots:
-            seconds_N += float(curve.draft_seconds(num_drafted, 1))
+        """Ranks in lockstep draft whole blocks. An engine that steps alone drafts a slot more than the deepest one that
+        is verified (`budget.depth`), here by survival: where promises rank, that comes near."""
+        curve, num_drafted = self.groups[q].curve, int(self.drafted_Q[q])
+        num_slots = max(len(report.survival) // max(len(report.tiers), 1) for report in self.groups[q].reports)
+        if self.enters_IG is None or self.sizes_Q[q] > 1 or not num_slots:
+            seconds_N += float(curve.draft_seconds(num_drafted, max(num_slots, 1)))
             return
-        ranks = slice(self.starts_Q[q], self.starts_Q[q] + self.sizes_Q[q])
         seconds_G = curve.draft_seconds(num_drafted, np.minimum(np.arange(num_slots) + 2, num_slots))
         seconds_N += seconds_G[0]
-        first_G = (self.enters_IG[ranks] - self.below_I[ranks, None]).min(axis=0)
+        enters_G = self.enters_IG[self.starts_Q[q]]
         for slot in np.diff(seconds_G).nonzero()[0] + 1:
-            seconds_N[max(first_G[slot], 0) :] += seconds_G[slot] - seconds_G[slot - 1]
+            seconds_N[enters_G[slot] :] += seconds_G[slot] - seconds_G[slot - 1]
 
     def previous(self) -> list[int]:
         """[Q] the option that the last leases amount to."""

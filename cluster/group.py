@@ -295,7 +295,7 @@ class EngineActor:
                 group_size=self._config.data_parallel_size,
                 max_num_seqs=self._config.max_num_seqs,
                 tiers=engine.tiers,
-                curve=engine.curve,
+                curve=engine.curve.snapshot,
                 temperatures=engine.temperatures,
                 evidence=engine.take_evidence(),
             )

@@ -70,6 +70,9 @@ class LocalScheduler:
         self._is_informed = False
         """Whether some draft is as old as a report must be."""
         self._num_steps_undrafted = self._num_steps_drafted = self._num_drafts_seen = 0
+        self._num_steps_to_plain = PLAIN_EVERY_STEPS
+        self._is_plain_look = False
+        """Whether the next step is plain only to see what that takes."""
         self._probe_after_steps = FIRST_PROBE_STEPS
         self._last_lease = UNLIMITED
         self._leased_mode: SchedulerMode = "bypass"
@@ -150,9 +153,10 @@ class LocalScheduler:
             self._leased_for, self._num_steps_leased = (decoding, num_prompt_rows.bit_length()), 0
         if self._last_lease.cap == 0 and self._num_steps_undrafted >= self._probe_after_steps:
             return BudgetLease(cap=max(self._max_drafts, len(batcher.running))), self._leased_mode
-        if self._num_steps_drafted >= PLAIN_EVERY_STEPS and self._plain_is_near(self._curve):
-            return PLAIN, self._leased_mode
-        return self._last_lease, self._leased_mode
+        if self._num_steps_to_plain == 0 and self._last_lease.cap:
+            self._num_steps_to_plain = PLAIN_EVERY_STEPS
+            self._is_plain_look = self._plain_is_near(self._curve)
+        return PLAIN if self._is_plain_look else self._last_lease, self._leased_mode
 
     def _plain_is_near(self, curve: CostCurve) -> bool:
         """As far as the curve can tell. A lockstep group's steps aren't one rank's to choose."""
@@ -175,7 +179,7 @@ class LocalScheduler:
 
     def _adopt(self, lease: BudgetLease, mode: SchedulerMode, report: LoadReport, offer: Offer | None = None) -> None:
         self._needs = sla.needs_by_request(report, lease.floors)
-        if lease.cap and lease.price:
+        if lease.cap and mode != "bypass" and self._config.data_parallel_size == 1:
             promised = self._promised(report.request_ids, report.tiers)
             lease = replace(lease, depth=budget.depth(survival_levels(report) / LEVELS, lease, *promised))
         self._last_lease, self._leased_mode, self._offer = lease, mode, offer
@@ -203,6 +207,9 @@ class LocalScheduler:
 
     def drafted(self, sequences: Seq[Sequence], num_slots: int) -> None:
         """Learn from the confidences of these sequences' new blocks; there are none when the step drafts nothing."""
+        if self._is_plain_look:
+            self._is_plain_look = False
+            return
         if not sequences:
             self._num_steps_undrafted, self._num_steps_drafted = self._num_steps_undrafted + 1, 0
             self._num_expected = _faded(self._num_expected, YIELD_FORGETTING)
@@ -210,6 +217,7 @@ class LocalScheduler:
             return
         is_probe = self._num_steps_undrafted >= self._probe_after_steps
         self._num_steps_undrafted, self._num_steps_drafted = 0, self._num_steps_drafted + 1
+        self._num_steps_to_plain = max(self._num_steps_to_plain - 1, 0)
         if is_probe:
             self._probe_after_steps = min(2 * self._probe_after_steps, LONGEST_PROBE_STEPS)
         elif self._num_steps_drafted >= FIRST_PROBE_STEPS:  # it pays again
@@ -309,7 +317,7 @@ class LocalScheduler:
         seconds = result.seconds - result.draft_seconds
         verify = VerifySample(result.num_tokens, result.report.context_tokens, seconds)
         num_drafted = sum(verify_round.num_proposed > 0 for verify_round in result.rounds)
-        draft = DraftSample(num_drafted, result.draft_seconds, result.num_slots) if num_drafted else None
+        draft = DraftSample(num_drafted, result.num_slots, result.draft_seconds) if num_drafted else None
         self._timed.append((verify, draft))
         if len(self._timed) == REFRESH_EVERY_STEPS:
             self._curve = self._curve.observed(self._timed)

@@ -67,9 +67,9 @@ def cost_curve(config: EngineConfig, shard: Shard) -> CostCurve:
         [
             VerifySample(edge, step.report.context_tokens, step.seconds - step.draft_seconds)
             for step in steps
-            for edge in stair(step.num_tokens)
+            for edge in (stair(step.num_tokens) if shard.decoder.pads else {step.num_tokens})
         ],
-        [DraftSample(len(s.rounds), s.draft_seconds, s.num_slots) for s in steps if s.report.drafted],
+        [DraftSample(len(s.rounds), s.num_slots, s.draft_seconds) for s in steps if s.report.drafted],
         provenance,
     )
     curve.save(path)
@@ -114,13 +114,13 @@ def measure(shard: Shard, config: EngineConfig) -> list[StepResult]:
     if longest < 1:
         raise ValueError(f"max_model_len is {config.max_model_len}; scheduling this drafter needs {num_tokens + 1}")
     results: list[StepResult] = []
-    for context in sorted({min(context, longest) for context in CONTEXTS}):
+    for place, context in enumerate(sorted({min(context, longest) for context in CONTEXTS})):
         engine = Engine(settings, shard, None)
         # A block's last token is computed, the blocks before it are shared: all sequences see the same pages.
         length = (context - 1) // config.kv_block_size * config.kv_block_size + 1
         prompt = tuple(i * 7919 % shard.vocab_size for i in range(length))
         _decode(engine, prompt, Cell(1, 0), num_tokens)
-        drafts = {0} if results else {0, 1, shard.num_draft_slots}
+        drafts = {0} if place else {0, 1, shard.num_draft_slots}
         results += _measure(engine, prompt, _cells(config, drafts), num_tokens)
     return results
 
@@ -131,7 +131,8 @@ def _measure(engine: Engine, prompt: tuple[int, ...], cells: list[Cell], num_tok
     for number in range(PASSES):
         started = time.perf_counter()
         for cell in cells if number == 0 else list(measured):
-            measured.setdefault(cell, []).extend(_decode(engine, prompt, cell, num_tokens))
+            if steps := _decode(engine, prompt, cell, num_tokens):
+                measured.setdefault(cell, []).extend(steps)
             slow = number == 0 and time.perf_counter() - started > SECONDS_PER_PASS
             if slow and cell.num_rows >= ALWAYS_ROWS:
                 break

@@ -66,9 +66,9 @@ class DraftSample:
     """One timed draft pass."""
 
     num_requests: int
-    seconds: float
-    num_slots: int = 1
+    num_slots: int
     """Drafted for each of them."""
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,9 +80,9 @@ class Surface:
     columns: Array
     """[Y] increasing."""
     measured: Array
-    """[X, Y] seconds, as fitted."""
+    """[X, Y] seconds, as fitted and made monotone."""
     seconds: Array
-    """[X, Y] in use: corrected, and made monotone."""
+    """[X, Y] in use: corrected, and made monotone again."""
 
     @classmethod
     def of(cls, rows: ArrayLike, columns: ArrayLike, measured: ArrayLike) -> Surface:
@@ -94,7 +94,8 @@ class Surface:
             raise CostCurveError("the grid of a cost curve must increase")
         if not (np.isfinite(table) & (table > 0)).all():
             raise CostCurveError("a cost curve needs positive, finite seconds")
-        return cls(rows_X, columns_Y, table, _monotone(table))
+        monotone = _monotone(table)
+        return cls(rows_X, columns_Y, monotone, monotone)
 
     def along_rows(self, rows: ArrayLike, column: float) -> Array:
         """Seconds at some rows (a number or an array of them) of one column: fp64, same shape."""
@@ -103,8 +104,6 @@ class Surface:
 
     def along_columns(self, row: float, columns: ArrayLike) -> Array:
         """The same at one row of some columns."""
-        if len(self.columns) == 1:
-            return np.full(np.shape(columns), _interpolate(self.rows, self.seconds[:, 0], np.asarray(float(row))))
         values = _interpolate_column(self.rows, self.seconds.T, row)
         return _interpolate(self.columns, values, np.asarray(columns, dtype=np.float64))
 
@@ -174,6 +173,11 @@ class CostCurve:
         if difference := found.difference(provenance):
             raise CostCurveError(f"{path}: measured with {difference}; measure it again")
         return cls._checked(found, Surface.of(*verify), Surface.of(*draft) if draft[0] else None)
+
+    @property
+    def snapshot(self) -> CostCurve:
+        """For somebody who only asks it: without what it takes to learn, which is most of its size."""
+        return replace(self, corrections=Corrections.none())
 
     def save(self, path: Path) -> None:
         """Write the curve in use, refreshed as it is, with its provenance, as JSON."""
@@ -298,11 +302,13 @@ def _isotonic(values: Array) -> Array:
 
 
 def _interpolate(grid: Array, values: Array, at: Array) -> Array:
-    """Linear inside the grid, constant before it, the last slope after it."""
+    """Linear inside the grid, constant before it, the slope of the last octave after it."""
     inside = np.interp(at, grid, values)
     if len(grid) == 1 or at.max(initial=0) <= grid[-1]:
         return np.asarray(inside)
-    slope = (values[-1] - values[-2]) / (grid[-1] - grid[-2])
+    # Over an octave, because the last two points may be the edges of one stair.
+    left = min(int(np.searchsorted(grid, grid[-1] / 2)), len(grid) - 2)
+    slope = (values[-1] - values[left]) / (grid[-1] - grid[left])
     return np.asarray(inside + slope * np.maximum(at - grid[-1], 0))
 
 

@@ -161,8 +161,8 @@ class Decoder:
         self._layers = [DecoderLayer(read, index, config, mesh) for index in range(config.num_hidden_layers)]
         self._norm = RMSNorm(read, "model.norm", config.rms_norm_eps)
         self.dtype, self.device = weight_VD.dtype, weight_VD.device
-        # Once, instead of in every product. Experts are passed by real rows only.
-        self._pads = can_pack(weight_VD) and not self.moe_layers
+        self.pads = can_pack(weight_VD) and not self.moe_layers
+        """Whether flat batches are padded, once instead of in every product. Experts are passed by real rows only."""
         self._rotary = Rotary(rotary_frequencies(config), config.max_position_embeddings, self.dtype, self.device)
         self._num_kv_heads = (
             1 if config.mla else config.num_key_value_heads // mesh.kv_part(config.num_key_value_heads).count
@@ -193,7 +193,7 @@ class Decoder:
         """
         group_masks = masks(batch, self._num_queries_per_kv, self.dtype)
         lockstep = lockstep or Lockstep((batch.num_rows,))
-        padding = padded_rows(batch.num_rows) - batch.num_rows if self._pads else 0
+        padding = padded_rows(batch.num_rows) - batch.num_rows if self.pads else 0
         step = Step(batch, kv, self._rotary.at(F.pad(batch.positions_N, (0, padding))), group_masks, lockstep)
         x_ND = self.embedding(F.pad(batch.tokens_N, (0, padding)))
         tapped: dict[int, Tensor] = {}

@@ -31,7 +31,7 @@ def staircase(num_tokens: int) -> CostCurve:
     edges = range(STAIR_TOKENS, num_tokens + STAIR_TOKENS, STAIR_TOKENS)
     points = [(tokens, 0.005 + 15e-6 * edge) for edge in edges for tokens in (edge - STAIR_TOKENS + 1, edge)]
     samples = [VerifySample(tokens, 0, seconds) for tokens, seconds in points]
-    return CostCurve.fit(samples, [DraftSample(1, 0.001), DraftSample(256, 0.005)], NOWHERE)
+    return CostCurve.fit(samples, [DraftSample(1, 7, 0.001), DraftSample(256, 7, 0.005)], NOWHERE)
 
 
 def random_report(generator: np.random.Generator, num_requests: int, num_slots: int) -> LoadReport:

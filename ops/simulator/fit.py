@@ -84,7 +84,7 @@ def main() -> None:
     seconds = np.exp(np.interp(np.log(fine), np.log(GRID), model.log_verify))
     pro = CostCurve.fit(
         [VerifySample(int(n), 0, round(s, 6)) for n, s in zip(fine.tolist(), seconds.tolist(), strict=True)],
-        [DraftSample(n, float(model.draft[0] + model.draft[1] * n)) for n in (1, 256)],
+        [DraftSample(n, 7, float(model.draft[0] + model.draft[1] * n)) for n in (1, 256)],
         made,
     )
     survival = model.survival.tolist()
@@ -93,7 +93,7 @@ def main() -> None:
     table = json.loads((folder / "v4_flash_tp4_b300.json").read_text())
     flash = CostCurve.fit(
         [VerifySample(n, 0, ms / 1000) for n, ms in table["verify_ms_by_target_tokens"]],
-        [DraftSample(n, ms / 1000) for n, ms in table["draft_ms_by_requests"]],
+        [DraftSample(n, 7, ms / 1000) for n, ms in table["draft_ms_by_requests"]],
         Provenance(model="DeepSeek-V4-Flash", dtype="", device="TP=4 B300", num_threads=0, versions="", date=""),
     )
     _write("v4_flash_tp4_b300", flash, survival, table["origin"] + "; survival fitted to V4-Pro's throughputs")

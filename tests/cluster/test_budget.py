@@ -18,11 +18,12 @@ from cluster.budget import (
     depth,
     encode_survival,
     everything_admitted,
+    slot_values,
     survival_levels,
 )
 from cluster.fleet import Group, allocate
 from cluster.messages import BudgetLease, LoadReport, SlaTier
-from cluster.sps import CostCurve, DraftSample, Provenance, VerifySample
+from cluster.sps import CostCurve, DraftSample, Provenance, Surface, VerifySample
 
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
 HERE = Provenance(model="m", dtype="bfloat16", device="cpu", num_threads=2, versions="", date="")
@@ -39,7 +40,7 @@ batches = st.lists(survivals, min_size=1, max_size=4)
 
 def curve_of(milliseconds: list[float], draft_ms: float = 0.0) -> CostCurve:
     """One entry per batch size from 1 on."""
-    drafts = [DraftSample(1, draft_ms / 1000)] if draft_ms else []
+    drafts = [DraftSample(1, 1, draft_ms / 1000)] if draft_ms else []
     samples = [VerifySample(n + 1, 0, ms / 1000) for n, ms in enumerate(milliseconds)]
     return CostCurve.fit(samples, drafts, HERE)
 
@@ -80,7 +81,7 @@ def rate_of(batch: list[tuple[float, ...]], lengths: tuple[int, ...], curve: Cos
     seconds -= float(
         curve.step_seconds(len(batch) + prefill, 0) - curve.step_seconds(len(batch), 0)
     )  # the prompts' own
-    return expected / (seconds + (curve.draft_seconds(sum(map(bool, batch)), 1) if sum(lengths) else 0.0))
+    return expected / (seconds + (curve.draft_seconds(sum(map(bool, batch)), max(lengths)) if sum(lengths) else 0.0))
 
 
 @UNTIMED
@@ -176,10 +177,14 @@ def test_the_bypass_never_contradicts_the_search_for_promises(
 
 
 @UNTIMED
-@given(batches, jagged_curves(), st.integers(0, 8))
+@given(batches, jagged_curves(), st.integers(0, 8), st.sampled_from([0.0, 0.5, 3.0]))
 def test_the_bypass_never_contradicts_the_search(
-    batch: list[tuple[float, ...]], curve: CostCurve, prefill: int
+    batch: list[tuple[float, ...]], curve: CostCurve, prefill: int, each_ms: float
 ) -> None:
+    if curve.draft and each_ms:
+        rows, slots = curve.draft.rows, np.arange(1, 5)
+        longer = curve.draft.seconds + each_ms / 1000 * slots * rows[:, None]
+        curve = replace(curve, draft=Surface.of(rows, slots, longer))
     if everything_admitted(report_of(batch, prefill), curve):
         choices = product(*[range(len(slots) + 1) for slots in batch])
         worth_reporting = tuple(sum(value > 0 for value in slots) for slots in batch)
@@ -263,14 +268,25 @@ def test_a_large_engine_is_decided_in_well_under_a_step() -> None:
 
 
 @UNTIMED
-@given(blocks, st.floats(0.0, 2.0), st.sampled_from([0.0, 1.5, 3.0]), st.floats(1.0, 8.0))
+@given(
+    blocks, st.floats(0.0, 2.0), st.sampled_from([0.0, 1.5, 3.0]), st.floats(1.0, 8.0), st.sampled_from([1, 3, 2**31])
+)
 def test_what_is_drafted_is_one_slot_more_than_would_be_admitted(
-    confidences: list[list[float]], price: float, need: float, weight: float
+    confidences: list[list[float]], price: float, need: float, weight: float, cap: int
 ) -> None:
     survivals = np.cumprod(confidences, axis=1)
-    lease = BudgetLease(cap=2**31, price=price)
+    lease = BudgetLease(cap=cap, price=price)
     lengths = admit(survivals, [5] * len(survivals), lease, need, weight)
-    assert depth(survivals, lease, need, weight) == min(max(lengths) + 1, 5)
+    drafted = depth(survivals, lease, need, weight)
+    assert drafted >= min(max(lengths) + 1, 5)
+    values = slot_values(survivals, np.full(len(survivals), need), np.full(len(survivals), weight)).ravel()
+    if cap >= len(values) or (np.abs(values - np.sort(values)[-cap]) > 1e-9).sum() == len(values) - 1:  # no tie there
+        assert drafted == min(max(lengths) + 1, 5)
+
+
+def test_a_binding_cap_bounds_the_depth() -> None:
+    survivals = [[0.9, 0.5, 0.2, 0.1], [0.8, 0.4, 0.1, 0.1]]
+    assert [depth(survivals, BudgetLease(cap=cap)) for cap in (1, 2, 4, 5, 99)] == [2, 2, 3, 4, 4]
 
 
 def test_nothing_drafted_admits_nothing() -> None:

@@ -102,7 +102,7 @@ def test_in_a_batch_the_hard_request_is_left_out_the_easy_one_is_not_and_both_an
     easy, hard = [3, 1, 4, 1, 5], [2, 7, 1]
     truth = {"easy": greedy_truth(model, easy, 110), "hard": greedy_truth(model, hard, 110)}
     samples = [VerifySample(n, 100, 1.0 + n * 1e-3) for n in (1, 2, 4, 8, 16, 32, 64)]
-    cost = CostCurve.fit(samples, [DraftSample(1, 0.2), DraftSample(16, 3.2)], curve(1e-3).provenance)
+    cost = CostCurve.fit(samples, [DraftSample(1, 1, 0.2), DraftSample(16, 1, 3.2)], curve(1e-3).provenance)
     engine = frozen(
         make_engine(folder, Halfway([easy + truth["easy"]], 96), cost, speculation="scheduled", max_model_len=256)
     )

@@ -51,7 +51,7 @@ def gang(cluster: None, tiny: tuple[Path, Any], tmp_path: Path) -> Iterator[list
     here = _provenance(settings, Shard.load(settings))
     here = replace(here, device=f"{here.device}, split 2 x 1")
     samples = [VerifySample(n, 100, 10.0 + n) for n in (1, 2, 4, 8, 16, 32, 64)]
-    CostCurve.fit(samples, [DraftSample(1, 0.01), DraftSample(8, 0.01)], here).save(curve_path)
+    CostCurve.fit(samples, [DraftSample(1, 1, 0.01), DraftSample(8, 1, 0.01)], here).save(curve_path)
     engines = [start_engine(settings, "tiny", Place(group=f"gang-{tmp_path.name}", dp_rank=rank)) for rank in range(2)]
     ray.get([engine.ready.remote() for engine in engines])
     yield engines

@@ -98,7 +98,7 @@ class Pair:
                     buffer.add_(torch.randn_like(buffer) * 0.1)
         self.reference.save_pretrained(folder)
         self.decoder: Decoder = load_decoder(folder, torch.float32)
-        self.decoder._pads = not self.decoder.moe_layers  # as where products are packed, which fp32 ones aren't
+        self.decoder.pads = not self.decoder.moe_layers  # as where products are packed, which fp32 ones aren't
         self.kv: PagedKV = self.decoder.make_kv(64, BLOCK)
         self.tokens = torch.randint(
             3, SIZES["vocab_size"], (4, 60), generator=torch.Generator().manual_seed(1)

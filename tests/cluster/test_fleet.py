@@ -74,7 +74,7 @@ def jagged_curves(draw: st.DrawFn) -> CostCurve:
     milliseconds = 10.0 + np.cumsum([*steps[:-1], steps[-1] + 10.0])
     draft = draw(st.sampled_from([0.0, 1.0, 6.0]))
     samples = [VerifySample(n + 1, 0, ms / 1000) for n, ms in enumerate(milliseconds.tolist())]
-    return CostCurve.fit(samples, [DraftSample(n, n * draft / 1000) for n in (1, 3)] if draft else [], HERE)
+    return CostCurve.fit(samples, [DraftSample(n, 1, n * draft / 1000) for n in (1, 3)] if draft else [], HERE)
 
 
 # --- the definition, straight ---
@@ -184,14 +184,16 @@ def test_within_its_limits_a_group_does_what_is_best(
 @UNTIMED
 @given(st.lists(ranks(3), min_size=1, max_size=2), jagged_curves(), st.sampled_from([0.5, 3.0, 9.0]))
 def test_a_deeper_budget_pays_for_the_longer_draft_pass(group: list[Rank], curve: CostCurve, each_ms: float) -> None:
-    """No number of rows is worth more, where a pass drafts a slot more than the deepest one that is verified."""
-    passes = [DraftSample(n, 0.001 * n + each_ms * k / 1000, k) for n, k in product((1, 3), range(1, NUM_SLOTS + 1))]
+    """No number of rows is worth more, where a pass drafts a slot more than the deepest one that is verified; in
+    lockstep, whole blocks."""
+    passes = [DraftSample(n, k, 0.001 * n + each_ms * k / 1000) for n, k in product((1, 3), range(1, NUM_SLOTS + 1))]
     curve = replace(curve, draft=CostCurve.fit([VerifySample(n, 0, n) for n in (1, 2)], passes, HERE).draft)
 
     def worth(lengths: list[tuple[int, ...]]) -> float:
         deepest = max(map(max, lengths))
         drafted = max(sum(bool(slots) for _, slots in rank.requests) for rank in group)
-        longer = curve.draft_seconds(drafted, min(deepest + 1, NUM_SLOTS)) - curve.draft_seconds(drafted, 1)
+        num_slots = min(deepest + 1, NUM_SLOTS) if len(group) == 1 else NUM_SLOTS
+        longer = curve.draft_seconds(drafted, num_slots) - curve.draft_seconds(drafted, 1)
         seconds = seconds_of(group, lengths, curve) + (float(longer) if deepest else 0.0)
         return sum(sum(tokens_of(rank, own)) for rank, own in zip(group, lengths, strict=True)) / seconds
 
@@ -291,7 +293,9 @@ def test_ranks_below_the_largest_verify_more_at_no_cost() -> None:
 
 
 def test_more_load_never_raises_the_drafts_per_request() -> None:
-    curve = CostCurve.fit([VerifySample(n, 0, 0.02 + 0.0008 * n) for n in range(1, 600)], [DraftSample(1, 0.002)], HERE)
+    curve = CostCurve.fit(
+        [VerifySample(n, 0, 0.02 + 0.0008 * n) for n in range(1, 600)], [DraftSample(1, 1, 0.002)], HERE
+    )
     slots = (0.8, 0.64, 0.512)
     for tiers in ((), TIERS):
         caps = []
@@ -334,7 +338,7 @@ def test_budgets_do_not_flap_and_lockstep_keeps_its_rows() -> None:
 
 def test_a_lease_that_drafts_nothing_still_says_what_was_promised() -> None:
     """So the engine goes on reporting often, and who is behind is ranked first when drafts are tried."""
-    cost = CostCurve.fit([VerifySample(n, 0, 0.010 * n) for n in range(1, 20)], [DraftSample(1, 0.05)], HERE)
+    cost = CostCurve.fit([VerifySample(n, 0, 0.010 * n) for n in range(1, 20)], [DraftSample(1, 1, 0.05)], HERE)
     tiers = (SlaTier("standard"), SlaTier("fast", min_tokens_per_second=50.0, weight=2.0))
     [[lease]] = allocate([Group([Rank([(1, (0.1,)), (0, (0.1,))]).report()], cost)], tiers)
     assert lease.cap == 0

@@ -17,7 +17,7 @@ from cluster import profiler
 from cluster.budget import encode_survival, survival
 from cluster.config import EngineConfig
 from cluster.engine import Engine
-from cluster.local_scheduler import FIRST_PROBE_STEPS, PLAIN_EVERY_STEPS
+from cluster.local_scheduler import FIRST_PROBE_STEPS, LONGEST_PROBE_STEPS, PLAIN_EVERY_STEPS
 from cluster.messages import BudgetLease, CostCurveError, InvalidRequestError, SlaTier, StepResult
 from cluster.models.loader import load_decoder
 from cluster.shard import Shard
@@ -29,7 +29,7 @@ VOCAB = 96
 
 def curve(seconds_per_token: float, base: float = 1.0, draft: float = 1e-3) -> CostCurve:
     samples = [VerifySample(n, 100, base + n * seconds_per_token) for n in (1, 2, 4, 8, 16, 32, 64)]
-    return CostCurve.fit(samples, [DraftSample(1, draft), DraftSample(16, draft)], HERE)
+    return CostCurve.fit(samples, [DraftSample(1, 1, draft), DraftSample(16, 1, draft)], HERE)
 
 
 def frozen(engine: Engine) -> Engine:
@@ -78,6 +78,15 @@ def test_where_plain_decoding_comes_near_a_step_is_plain_now_and_then(
     plain = [number for number, step in enumerate(steps) if not step.report.drafted]
     assert len(steps) > 70
     assert plain == (list(range(PLAIN_EVERY_STEPS, len(steps), PLAIN_EVERY_STEPS + 1)) if is_near else [])
+
+
+def test_looking_at_plain_steps_leaves_the_probes_alone(tiny: tuple[Path, Any]) -> None:
+    cost = curve(0.4, base=0.5)
+    engine = frozen(make_engine(tiny[0], random_drafter(VOCAB), cost, speculation="scheduled", max_model_len=256))
+    engine._scheduler.learn = engine._scheduler._returns.judge = lambda *_: None  # type: ignore[method-assign]
+    engine._scheduler._probe_after_steps = LONGEST_PROBE_STEPS
+    run(engine, [request([1, 2, 3], max_tokens=120)])
+    assert engine._scheduler._probe_after_steps == FIRST_PROBE_STEPS, "it pays again"
 
 
 def test_the_cap_follows_the_curve_and_survivals_rank(tiny: tuple[Path, Any]) -> None:
@@ -168,7 +177,7 @@ def test_who_was_promised_a_speed_gets_more_of_the_same_budget(tiny: tuple[Path,
 def test_drafts_that_pay_beside_a_prompt_only_end_with_it(tiny: tuple[Path, Any]) -> None:
     """Rows get cheap behind the thirtieth, where only a prompt brings a step: the very first one without is plain."""
     samples = [VerifySample(n, 0, 0.5 * min(n, 30) + 0.001 * n) for n in (1, 30, 64)]
-    cost = CostCurve.fit(samples, [DraftSample(1, 0.01), DraftSample(16, 0.01)], HERE)
+    cost = CostCurve.fit(samples, [DraftSample(1, 1, 0.01), DraftSample(16, 1, 0.01)], HERE)
     engine = scheduled(tiny[0], random_drafter(VOCAB), cost)
     engine._scheduler.learn = lambda *_: None  # type: ignore[method-assign]
     engine.add(request([1, 2, 3], max_tokens=60))
@@ -286,6 +295,7 @@ def test_the_measured_curve_is_kept_and_found_again(tiny: tuple[Path, Any], tmp_
     assert {(len(step.rounds), step.num_tokens) for step in steps} >= {(1, 1), (1, 2), (1, 5), (2, 4), (2, 10), (4, 20)}
     assert all(step.report.num_prefill_tokens == 0 for step in steps)
     first = profiler.cost_curve(config, shard)
+    assert first.verify.rows.tolist() == sorted({step.num_tokens for step in steps}), "no stairs: fp32 is not padded"
     drafts = len(drafter.seen)
     again = profiler.cost_curve(config, shard)
     assert len(drafter.seen) == drafts, "nothing was measured again"

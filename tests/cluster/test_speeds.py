@@ -96,7 +96,7 @@ def test_prompts_keep_newcomers_waiting_where_somebody_runs() -> None:
 @pytest.mark.parametrize("num_requests", [0, 1, 2, 8, 24])
 def test_as_many_have_room_as_come_before_the_first_that_is_too_slow(num_requests: int, context_seconds: float) -> None:
     samples = [VerifySample(n, c, 1 + 0.1 * n + context_seconds * c) for n in (1, 8, 64) for c in (0, 9000)]
-    cost, found = CostCurve.fit(samples, [DraftSample(1, 0.01)], HERE), set()
+    cost, found = CostCurve.fit(samples, [DraftSample(1, 1, 0.01)], HERE), set()
     for seed in range(6):
         report = replace(load(np.random.default_rng(seed), num_requests), max_draft_tokens=6)
         report = replace(report, paces=bytes([197]) * num_requests)

@@ -103,9 +103,9 @@ def keep_curve(path: Path, settings: dict[str, Any]) -> None:
     that whatever real steps take, all of the curve is corrected alike (to its limit, a quarter)."""
     config = parse_config(settings).engine_config()
     samples = [VerifySample(n, 100, 10.0 + n) for n in (1, 2, 4, 8, 16, 32, 64, 128)]
-    CostCurve.fit(samples, [DraftSample(1, 0.01), DraftSample(16, 0.01)], _provenance(config, Shard.load(config))).save(
-        path
-    )
+    CostCurve.fit(
+        samples, [DraftSample(1, 1, 0.01), DraftSample(16, 1, 0.01)], _provenance(config, Shard.load(config))
+    ).save(path)
 
 
 def model_args(model: TinyModel, model_id: str, **engine_kwargs: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ TIERS = (SlaTier("standard"), SlaTier("fast", min_tokens_per_second=0.7, weight=
 
 def curve(dear: float) -> CostCurve:
     samples = [VerifySample(n, 100, 1 + n * dear) for n in (1, 2, 4, 8, 16, 32, 64, 128)]
-    return CostCurve.fit(samples, [DraftSample(1, 1e-3), DraftSample(32, 1e-3)], HERE)
+    return CostCurve.fit(samples, [DraftSample(1, 1, 1e-3), DraftSample(32, 1, 1e-3)], HERE)
 
 
 def member(name: str, dear: float = 0.1, group: str = "", rank: int = 0, tiers: tuple[SlaTier, ...] = ()) -> Member:
