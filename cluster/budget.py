@@ -67,7 +67,7 @@ def decode_seconds(curve: CostCurve, running: int, others: int, num_drafts: Arra
 def everything_admitted(report: LoadReport, curve: CostCurve, tiers: Sequence[SlaTier] = ()) -> bool:
     """True when the load is so low that every slot repays its own verification: no search is needed.
 
-    Sufficient, not necessary: each slot's survival covers the dearest extra token and place at the highest rate there is,
+    Sufficient, not necessary: each slot's survival covers the dearest extra token and place at the highest rate,
     drafting everything beats not drafting, and gives all that promised speeds need. Then the rate rises with every
     slot, and `allocate`'s argmax is all of them.
     """
