@@ -1,8 +1,8 @@
 """What real steps teach about measured times: a factor for each cell, and one for how busy the machine is now.
 
 A machine that others share slows all sizes down alike, for seconds; a measurement is wrong about one size, or about a
-region of them, for good. Only the second kind may move a budget: sizes that were seen at different times must not be
-compared by when they were seen. So a step's surprise is split by what is known: a Kalman filter, whose state is the
+region of them, for good. Only the second kind says which of two sizes is cheaper: what was seen at different times must
+not be compared by when it was seen. So a step's surprise is split by what is known: a Kalman filter, whose state is the
 logarithm of the machine's pace, which wanders quickly, and those of the cells' factors, which hardly do. Cells near
 each other go wrong together, so a cell that no step has visited follows its neighbours. Pure numbers.
 """
