@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from cluster.budget import (
@@ -178,6 +178,7 @@ def test_the_bypass_never_contradicts_the_search_for_promises(
 
 @UNTIMED
 @given(batches, jagged_curves(), st.integers(0, 8), st.sampled_from([0.0, 0.5, 3.0]))
+@example([sent([0.9, 0.13])], curve_of([20.0 + 0.05 * n for n in range(30)], 2.0), 0, 3.0)  # a dear second place
 def test_the_bypass_never_contradicts_the_search(
     batch: list[tuple[float, ...]], curve: CostCurve, prefill: int, each_ms: float
 ) -> None:

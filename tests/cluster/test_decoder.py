@@ -81,6 +81,21 @@ CONFIGS: dict[str, PretrainedConfig] = {
         moe_intermediate_size=20,
         num_nextn_predict_layers=0,
     ),
+    "deepseek-v3-dense": DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 6},
+        q_lora_rank=18,
+        kv_lora_rank=20,
+        qk_nope_head_dim=10,
+        qk_rope_head_dim=6,
+        v_head_dim=9,
+        first_k_dense_replace=4,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        num_nextn_predict_layers=0,
+    ),
 }
 
 

@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from cluster.budget import LEVELS, PACE, admit, encode_survival, paces, survival_levels
@@ -75,6 +75,10 @@ def jagged_curves(draw: st.DrawFn) -> CostCurve:
     draft = draw(st.sampled_from([0.0, 1.0, 6.0]))
     samples = [VerifySample(n + 1, 0, ms / 1000) for n, ms in enumerate(milliseconds.tolist())]
     return CostCurve.fit(samples, [DraftSample(n, 1, n * draft / 1000) for n in (1, 3)] if draft else [], HERE)
+
+
+FOUR_ROWS = CostCurve.fit([VerifySample(n, 0, 0.010 + 0.015 * max(n - 4, 0)) for n in range(1, 20)], [], HERE)
+"""A step of five rows is more than twice as long."""
 
 
 # --- the definition, straight ---
@@ -183,6 +187,7 @@ def test_within_its_limits_a_group_does_what_is_best(
 
 @UNTIMED
 @given(st.lists(ranks(3), min_size=1, max_size=2), jagged_curves(), st.sampled_from([0.5, 3.0, 9.0]))
+@example([Rank([(0, (1.0,) * NUM_SLOTS)] * 2)], FOUR_ROWS, 3.0)  # equal survivals: the first places go first
 def test_a_deeper_budget_pays_for_the_longer_draft_pass(group: list[Rank], curve: CostCurve, each_ms: float) -> None:
     """No number of rows is worth more, where a pass drafts a slot more than the deepest one that is verified; in
     lockstep, whole blocks."""
