@@ -90,11 +90,13 @@ def _row(engine: dict[str, Any]) -> tuple[str, ...]:
 def _tiers(fleet: dict[str, Any]) -> list[str]:
     """What each tier promises, and how often that was kept."""
     promised = {tier["name"]: _promise(tier) for tier in fleet["tiers"]}
+    # Without tiers in the settings, the one that all are of is named by the ingress only.
+    unnamed = "best effort" if fleet["engines"] else "no engine is there"
     lines = []
     for each in fleet["attainment"]:
         name, judged = each["tier"], each["num_judged"]
         kept = f"kept {each['num_kept'] / judged:.1%} of {judged}" if judged else "none judged yet"
-        lines.append(f"tier {name}: {promised.get(name, 'no engine is there')}; {kept}")
+        lines.append(f"tier {name}: {promised.get(name, unnamed)}; {kept}")
     return lines
 
 

@@ -102,6 +102,17 @@ def test_calibration_and_attainment_are_told_where_something_was_seen() -> None:
     assert "tier fast: >= 0.7 tok/s (weight 20); kept 75.0% of 4" in lines
 
 
+def test_a_tier_that_no_setting_names_promises_nothing() -> None:
+    roster = Roster()
+    judged = [{"tier": "default", "num_kept": 1, "num_judged": 1}]
+    told = {**asdict(account(roster, 0.0, 1.0)), "attainment": judged}
+    assert "tier default: no engine is there; kept 100.0% of 1" in table(told).splitlines()
+    roster.introduce(replace(member("0"), tiers=()), 0.0)
+    roster.note("0", load(1), Experience("local"), 0.0)
+    told = {**asdict(account(roster, 0.0, 1.0)), "attainment": judged}
+    assert "tier default: best effort; kept 100.0% of 1" in table(told).splitlines()
+
+
 def test_the_table_has_a_line_for_each_engine_and_says_why() -> None:
     roster = Roster()
     for rank, (name, count) in enumerate((("0", 3), ("1", 9))):
