@@ -151,17 +151,19 @@ class LocalScheduler:
         ):
             self._search(self._curve, batcher, num_prompt_rows, offer)
             self._leased_for, self._num_steps_leased = (decoding, num_prompt_rows.bit_length()), 0
+        self._is_plain_look = self._looks_at_plain(self._curve)
+        if self._is_plain_look:
+            return PLAIN, self._leased_mode
         if self._last_lease.cap == 0 and self._num_steps_undrafted >= self._probe_after_steps:
             return BudgetLease(cap=max(self._max_drafts, len(batcher.running))), self._leased_mode
-        if self._num_steps_to_plain == 0 and self._last_lease.cap:
-            self._num_steps_to_plain = PLAIN_EVERY_STEPS
-            self._is_plain_look = self._plain_is_near(self._curve)
-        return PLAIN if self._is_plain_look else self._last_lease, self._leased_mode
+        return self._last_lease, self._leased_mode
 
-    def _plain_is_near(self, curve: CostCurve) -> bool:
-        """As far as the curve can tell. A lockstep group's steps aren't one rank's to choose."""
-        if self._config.data_parallel_size > 1:
+    def _looks_at_plain(self, curve: CostCurve) -> bool:
+        """Whether it is due, and plain comes near as far as the curve can tell. A lockstep group's steps aren't one
+        rank's to choose."""
+        if self._num_steps_to_plain or not self._last_lease.cap or self._config.data_parallel_size > 1:
             return False
+        self._num_steps_to_plain = PLAIN_EVERY_STEPS
         leased, plain = (expected_rate(self._reports[0], lease, curve) for lease in (self._last_lease, PLAIN))
         return leased < PLAIN_WITHIN * plain
 
@@ -208,7 +210,6 @@ class LocalScheduler:
     def drafted(self, sequences: Seq[Sequence], num_slots: int) -> None:
         """Learn from the confidences of these sequences' new blocks; there are none when the step drafts nothing."""
         if self._is_plain_look:
-            self._is_plain_look = False
             return
         if not sequences:
             self._num_steps_undrafted, self._num_steps_drafted = self._num_steps_undrafted + 1, 0

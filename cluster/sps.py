@@ -110,7 +110,7 @@ class Surface:
     def observation(self, row: float, column: float, seconds: float) -> Observation:
         """What a time says about the cells around it."""
         weights = np.outer(_hat(self.rows, row), _hat(self.columns, column)).ravel()
-        at_first = _interpolate(self.rows, _interpolate_column(self.columns, self.measured, column), np.asarray(row))
+        at_first = replace(self, seconds=self.measured).along_rows(row, column)
         outside = max(float(np.log2(row / self.rows[-1])), 0.0)
         return Observation(weights, seconds / float(at_first), outside)
 

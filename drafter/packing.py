@@ -14,7 +14,7 @@ from torch.nn import functional as F
 # oneDNN picks the layout for this many rows. Measured: one packing serves 1..512 rows equally, except that a hint in
 # the hundreds loses up to half of the bandwidth below 16 rows.
 _PACKING_ROWS = 16
-_GRAINS = 8
+_TILE_ROWS, _GRAINS = 16, 8
 """oneDNN compiles a product anew for each number of rows: for 2 ms, and for 50 ms at some sizes above 150 rows, where
 the product itself takes 1 to 2. Prompts have any number of rows. So rows are padded to multiples of 16, from 256 rows
 on to as many multiples in each octave. Measured, a padded row costs as good as nothing: the hardware multiplies 16."""
@@ -61,9 +61,9 @@ class FrozenLinear:
 
 def padded_rows(num_rows: int) -> int:
     """The rows that a packed product of so many is computed with: at most an eighth more from 128 rows on."""
-    if num_rows <= _PACKING_ROWS:
+    if num_rows <= _TILE_ROWS:
         return num_rows
-    grain = max(_PACKING_ROWS, (1 << (num_rows.bit_length() - 1)) // _GRAINS)
+    grain = max(_TILE_ROWS, (1 << (num_rows.bit_length() - 1)) // _GRAINS)
     return -(-num_rows // grain) * grain
 
 

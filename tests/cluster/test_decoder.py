@@ -50,6 +50,21 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+DEEPSEEK: dict[str, Any] = {
+    **SIZES,
+    "num_key_value_heads": 6,
+    "q_lora_rank": 18,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 9,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "num_nextn_predict_layers": 0,
+}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama-tied": LlamaConfig(**SIZES, head_dim=6, tie_word_embeddings=True),
     "llama-untied-bias": LlamaConfig(
@@ -66,36 +81,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3-moe-some-dense": Qwen3MoeConfig(
         **SIZES, head_dim=8, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20, mlp_only_layers=[1]
     ),
-    "deepseek-v3": DeepseekV3Config(
-        **{**SIZES, "num_key_value_heads": 6},
-        q_lora_rank=18,
-        kv_lora_rank=20,
-        qk_nope_head_dim=10,
-        qk_rope_head_dim=6,
-        v_head_dim=9,
-        first_k_dense_replace=1,
-        n_routed_experts=8,
-        n_group=4,
-        topk_group=2,
-        num_experts_per_tok=3,
-        moe_intermediate_size=20,
-        num_nextn_predict_layers=0,
-    ),
-    "deepseek-v3-dense": DeepseekV3Config(
-        **{**SIZES, "num_key_value_heads": 6},
-        q_lora_rank=18,
-        kv_lora_rank=20,
-        qk_nope_head_dim=10,
-        qk_rope_head_dim=6,
-        v_head_dim=9,
-        first_k_dense_replace=4,
-        n_routed_experts=8,
-        n_group=4,
-        topk_group=2,
-        num_experts_per_tok=3,
-        moe_intermediate_size=20,
-        num_nextn_predict_layers=0,
-    ),
+    "deepseek-v3": DeepseekV3Config(**DEEPSEEK, first_k_dense_replace=1),
+    "deepseek-v3-dense": DeepseekV3Config(**DEEPSEEK, first_k_dense_replace=4),
 }
 
 
