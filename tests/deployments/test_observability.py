@@ -26,8 +26,8 @@ pytestmark = [
 ]
 
 NUM_CLIENTS = 3
-WINDOW = "15s"
-"""Range of the panels' rates: some scrapes, one a second."""
+WINDOW = "10m"
+"""Range of the panels' rates: the whole run. An engine may well draft nothing for some seconds, or nothing that passes."""
 TAKE_LONG = ("dspark_calibration_error_ratio", "dspark_confidence_temperature")
 """Told after hundreds of drafts at a position: test_alerts.py has an engine that verifies so many, and asks."""
 RECORDED = [rule["record"] for group in groups() for rule in group["rules"]]
@@ -127,7 +127,7 @@ def test_the_numbers_are_those_of_the_run(observed: Prometheus) -> None:
 
     assert shown("dspark-overview", "Engines") == 1
     assert 1 <= shown("dspark-speculation", "Accepted length") <= 6
-    assert 0 < shown("dspark-speculation", "Accepted of verified") < 1
+    eventually(lambda: 0 < shown("dspark-speculation", "Accepted of verified") < 1, "some drafts passed, and some not")
     assert 0 < shown("dspark-speculation", "Draft share") < 1
     assert 0.2 < shown("dspark-speculation", "Speed-up") < 6
     assert 0 < shown("dspark-sla", "TTFT attained") <= 1
