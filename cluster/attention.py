@@ -64,18 +64,18 @@ def ragged_attention(
 
     The rows' own keys and values must be in the pages already.
     """
-    num_rows, num_padded = batch.num_rows, len(query_NX)
-    if num_padded == num_rows and batch.groups[0].rows_RQ is None:
-        return _attend(query_NX, kv, layer, batch.groups[0], group_masks[0])
-    # Row N takes what sequences are padded with. Zeros: padding must not overflow in later layers.
-    output = query_NX.new_zeros(num_padded + 1, query_NX.shape[1])
-    for group, mask in zip(batch.groups, group_masks, strict=True):
-        if group.rows_RQ is None or group.targets_RQ is None:
-            output[:num_rows] = _attend(query_NX[:num_rows], kv, layer, group, mask)
-        else:
-            rows = _attend(query_NX.index_select(0, group.rows_RQ), kv, layer, group, mask)
-            output.index_copy_(0, group.targets_RQ, rows)
-    return output[:num_padded]
+    outputs = [
+        _attend(
+            query_NX[: batch.num_rows] if group.rows_RQ is None else query_NX.index_select(0, group.rows_RQ),
+            kv,
+            layer,
+            group,
+            mask,
+        )
+        for group, mask in zip(batch.groups, group_masks, strict=True)
+    ]
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output if batch.outputs_N is None else output.index_select(0, batch.outputs_N)
 
 
 def _attend(rows_X: Tensor, kv: PagedKV, layer: int, group: AttentionGroup, mask: Tensor | None) -> Tensor:

@@ -9,10 +9,11 @@ Shape letters: N flat rows, R sequences, M rows with logits, Q query rows and B 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -21,8 +22,8 @@ from cluster.messages import Span
 Integers = NDArray[np.int64]
 
 # One attention call costs CALL + R * T * (KEY + QUERY * Q) microseconds: R sequences padded to Q rows and T keys.
-# Measured for bf16 on two AVX-512 cores, 3 key/value heads of 64; only the ratios matter, and only roughly.
-_CALL, _KEY, _QUERY = 20.0, 0.057, 0.019
+# Measured for bf16 on two AMX cores, 3 key/value heads of 64; only the ratios matter, and only roughly.
+_CALL, _KEY, _QUERY = 42.0, 0.116, 0.006
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,6 @@ class AttentionGroup:
     """Set when the group is one sequence in neighbouring blocks: they are read in place."""
     rows_RQ: Tensor | None
     """[R * Q] int64: flat row of each query, padded with 0. None: just all rows in order."""
-    targets_RQ: Tensor | None
-    """[R * Q] int64: flat row that each output goes to, padded with N, one past the end."""
     positions_RQ: Tensor | None
     """[R, Q] int64: last key position that each query sees, padded with 0. None: every query sees every key."""
 
@@ -63,10 +62,23 @@ class FlatBatch:
     logits_starts_R1: Tensor
     """First of `logits_rows_M` of each span, and M."""
     groups: tuple[AttentionGroup, ...]
+    outputs_N: Tensor | None
+    """Where each row's output lies in those of all groups, one after another. None: just there, in order."""
 
     @property
     def num_rows(self) -> int:
-        return self.tokens_N.shape[0]
+        """Without padding."""
+        return self.slots_N.shape[0]
+
+    def padded(self, num_rows: int) -> FlatBatch:
+        """With so many tokens, positions and outputs: what is computed of rows from N on is meant for nobody."""
+        num_more = num_rows - self.num_rows
+        if not num_more:
+            return self
+        outputs_N = torch.arange(self.num_rows, device=self.slots_N.device) if self.outputs_N is None else self.outputs_N
+        padded = (F.pad(rows, (0, num_more)) for rows in (self.tokens_N, self.positions_N, outputs_N))
+        tokens_N, positions_N, outputs_N = padded
+        return replace(self, tokens_N=tokens_N, positions_N=positions_N, outputs_N=outputs_N)
 
 
 def flatten(spans: Sequence[Span], block_size: int, device: torch.device | str = "cpu") -> FlatBatch:
@@ -91,6 +103,7 @@ def flatten(spans: Sequence[Span], block_size: int, device: torch.device | str =
     groups = tuple(
         _group(np.array(members), lengths, contexts, row_starts, tables, block_size, device) for members in partition
     )
+    in_order = len(groups) == 1 and groups[0].rows_RQ is None
     tokens = np.array([token for span in spans for token in span.token_ids], dtype=np.int64)
     return FlatBatch(
         tokens_N=torch.from_numpy(tokens).to(device),
@@ -101,11 +114,23 @@ def flatten(spans: Sequence[Span], block_size: int, device: torch.device | str =
         logits_rows_M=torch.from_numpy(logits_rows).to(device),
         logits_starts_R1=torch.from_numpy(logits_starts).to(device),
         groups=groups,
+        outputs_N=None if in_order else torch.from_numpy(_outputs(partition, lengths, row_starts)).to(device),
     )
 
 
 def _starts(lengths: Integers) -> Integers:
     return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lengths)))
+
+
+def _outputs(partition: list[list[int]], lengths: Integers, row_starts: Integers) -> Integers:
+    """[N]: each group has as many rows of each of its sequences as its longest one has."""
+    outputs, num_before = np.empty(int(row_starts[-1]), dtype=np.int64), 0
+    for members in partition:
+        longest = int(lengths[members].max())
+        for index in members:
+            outputs[row_starts[index] : row_starts[index + 1]] = np.arange(num_before, num_before + lengths[index])
+            num_before += longest
+    return outputs
 
 
 def _tables(spans: Sequence[Span]) -> Integers:
@@ -158,8 +183,7 @@ def _group(
     real = offsets < lengths[members, None]
     rows = np.where(real, row_starts[members, None] + offsets, 0)
     seen = np.where(real, (contexts - lengths)[members, None] + offsets, 0)
-    num_rows = int(row_starts[-1])
-    in_order = rows.size == num_rows and bool(real.all())  # members ascend, so the rows then do as well
+    in_order = rows.size == row_starts[-1] and bool(real.all())  # members ascend, so the rows then do as well
     return AttentionGroup(
         num_sequences=len(members),
         num_queries=queries,
@@ -167,6 +191,5 @@ def _group(
         block_ids=torch.from_numpy(blocks.reshape(-1)).to(device),
         first_block=int(blocks[0, 0]) if neighbours else None,
         rows_RQ=None if in_order else torch.from_numpy(rows.reshape(-1)).to(device),
-        targets_RQ=None if in_order else torch.from_numpy(np.where(real, rows, num_rows).reshape(-1)).to(device),
         positions_RQ=None if bool((seen == keys - 1).all()) else torch.from_numpy(seen).to(device),
     )

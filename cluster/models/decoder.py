@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.attention import Step, group_first_order, masks, ragged_attention
@@ -193,9 +192,10 @@ class Decoder:
         """
         group_masks = masks(batch, self._num_queries_per_kv, self.dtype)
         lockstep = lockstep or Lockstep((batch.num_rows,))
-        padding = padded_rows(batch.num_rows) - batch.num_rows if self.pads else 0
-        step = Step(batch, kv, self._rotary.at(F.pad(batch.positions_N, (0, padding))), group_masks, lockstep)
-        x_ND = self.embedding(F.pad(batch.tokens_N, (0, padding)))
+        if self.pads:
+            batch = batch.padded(padded_rows(batch.num_rows))
+        step = Step(batch, kv, self._rotary.at(batch.positions_N), group_masks, lockstep)
+        x_ND = self.embedding(batch.tokens_N)
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self._layers):
             x_ND = layer(x_ND, index, step)

@@ -55,6 +55,10 @@ def test_equals_the_plain_twin(name: str, neighbours: bool, dtype: torch.dtype, 
     expected = ragged_attention_plain(query, kv, 0, batch, tables)
     assert actual.shape == query.shape
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+    padded = torch.cat((query, torch.full((5, HEADS * SIZE), 9.0, dtype=dtype)))
+    actual = ragged_attention(padded, kv, 0, batch.padded(len(padded)), masks(batch, HEADS // KV_HEADS, dtype))
+    assert actual.shape == padded.shape and actual.isfinite().all()
+    torch.testing.assert_close(actual[: len(query)], expected, atol=tolerance, rtol=tolerance)
 
 
 def test_no_row_sees_a_later_key() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,25 +48,34 @@ def test_rows_are_what_they_are_said_to_be(spans: list[Span]) -> None:
 @settings(max_examples=60, deadline=None)
 def test_groups_cover_every_row_once_with_its_own_blocks(spans: list[Span]) -> None:
     batch = flatten(spans, BLOCK)
-    covered = []
+    sources: list[int] = []  # the row that each row of the groups' outputs was computed for
     for group in batch.groups:
         shape = (group.num_sequences, group.num_queries)
-        rows = range(batch.num_rows) if group.rows_RQ is None else group.rows_RQ.tolist()
-        targets = rows if group.targets_RQ is None else group.targets_RQ.tolist()
+        rows = list(range(batch.num_rows)) if group.rows_RQ is None else group.rows_RQ.tolist()
         seen = [group.num_keys - 1] * len(rows) if group.positions_RQ is None else group.positions_RQ.flatten().tolist()
         tables = group.block_ids.view(group.num_sequences, -1).tolist()
         assert len(rows) == shape[0] * shape[1]
-        for number, (row, target, last) in enumerate(zip(rows, targets, seen, strict=True)):
-            if target == batch.num_rows:
-                continue
-            assert row == target
-            assert last == batch.positions_N[row]
+        for number, (row, last) in enumerate(zip(rows, seen, strict=True)):
             own = spans[int(batch.sequences_N[row])].block_ids[: last // BLOCK + 1]
-            assert tables[number // group.num_queries][: len(own)] == list(own)
-            covered.append(row)
+            is_real = last == batch.positions_N[row] and tables[number // group.num_queries][: len(own)] == list(own)
+            sources.append(row if is_real else -1)
         if group.first_block is not None:
             assert tables == [list(range(group.first_block, group.first_block + len(tables[0])))]
-    assert sorted(covered) == list(range(batch.num_rows))
+    outputs = range(batch.num_rows) if batch.outputs_N is None else batch.outputs_N.tolist()
+    assert [sources[place] for place in outputs] == list(range(batch.num_rows))
+
+
+@pytest.mark.parametrize("lengths", [[4], [1, 3]], ids=["in order", "ragged"])
+def test_padding_comes_after_all_rows_and_is_written_nowhere(lengths: list[int]) -> None:
+    batch = flatten([Span([7] * n, 20 * i, range(20 * i, 20 * i + 10), 1) for i, n in enumerate(lengths)], BLOCK)
+    padded = batch.padded(9)
+    assert (padded.num_rows, len(padded.slots_N), padded.groups) == (4, 4, batch.groups)
+    assert padded.tokens_N.tolist() == [7] * 4 + [0] * 5
+    assert padded.positions_N.tolist() == [*batch.positions_N.tolist(), *[0] * 5]
+    assert padded.outputs_N is not None
+    outputs = range(4) if batch.outputs_N is None else batch.outputs_N.tolist()
+    assert padded.outputs_N.tolist() == [*outputs, *[0] * 5]
+    assert batch.padded(4) is batch
 
 
 def test_equals_share_a_call_and_strangers_do_not() -> None:
