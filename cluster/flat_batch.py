@@ -75,9 +75,9 @@ class FlatBatch:
         num_more = num_rows - self.num_rows
         if not num_more:
             return self
-        outputs_N = torch.arange(self.num_rows, device=self.slots_N.device) if self.outputs_N is None else self.outputs_N
-        padded = (F.pad(rows, (0, num_more)) for rows in (self.tokens_N, self.positions_N, outputs_N))
-        tokens_N, positions_N, outputs_N = padded
+        in_order = torch.arange(self.num_rows, device=self.slots_N.device)
+        rows = self.tokens_N, self.positions_N, in_order if self.outputs_N is None else self.outputs_N
+        tokens_N, positions_N, outputs_N = (F.pad(row, (0, num_more)) for row in rows)
         return replace(self, tokens_N=tokens_N, positions_N=positions_N, outputs_N=outputs_N)
 
 

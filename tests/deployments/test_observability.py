@@ -27,7 +27,7 @@ pytestmark = [
 
 NUM_CLIENTS = 3
 WINDOW = "10m"
-"""Range of the panels' rates: the whole run. An engine may well draft nothing for some seconds, or nothing that passes."""
+"""Range of the panels' rates: the whole run. For seconds an engine may well draft nothing, or nothing that passes."""
 TAKE_LONG = ("dspark_calibration_error_ratio", "dspark_confidence_temperature")
 """Told after hundreds of drafts at a position: test_alerts.py has an engine that verifies so many, and asks."""
 RECORDED = [rule["record"] for group in groups() for rule in group["rules"]]
