@@ -3,7 +3,7 @@
 Looks at what the scheduler knows and changes nothing. What binds an engine:
 
     idle        nothing runs
-    prompts     all that runs is inside its prompt
+    undrafted   nobody may have drafts: all are inside prompts, at their end or want none, or theirs didn't pay lately
     load        every draft is verified: the load is low
     rows        as many drafts as a step's rows hold (max_num_batched_tokens)
     cost        one more draft would lower the rate of tokens; with cap 0, drafts don't repay their pass
@@ -28,7 +28,7 @@ from cluster.speeds import expected_rate, speeds
 ROUNDING = 1e-6
 """Of what budgets are worth when promises count."""
 
-Binding = Literal["idle", "prompts", "load", "rows", "cost", "promises", "group", "alone"]
+Binding = Literal["idle", "undrafted", "load", "rows", "cost", "promises", "group", "alone"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ def binding(report: LoadReport | None, lease: BudgetLease | None, company: Compa
         return "alone"
     num_slots = int(np.count_nonzero(survival_levels(report)))
     if not num_slots:
-        return "prompts"
+        return "undrafted"
     if lease.cap >= num_slots:
         return "load"
     if lease.cap >= report.max_draft_tokens:

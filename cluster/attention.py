@@ -97,7 +97,8 @@ def ragged_attention_plain(
 ) -> Tensor:
     """The plain twin of `ragged_attention`: row by row, softmax in fp32."""
     outputs = []
-    for row, sequence, position in zip(query_NX, batch.sequences_N, batch.positions_N.tolist(), strict=True):
+    owners = torch.repeat_interleave(batch.row_starts_R1.diff())
+    for row, sequence, position in zip(query_NX, owners, batch.positions_N.tolist(), strict=True):
         context = kv.read(layer, block_tables_RB[sequence], 1)[0, : position + 1].float()
         keys_THC, values_THC = context.unbind(1)
         query_GHC = row.float().view(-1, *keys_THC.shape[1:])

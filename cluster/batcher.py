@@ -33,7 +33,7 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     num_published_blocks: int = 0
     confidences: list[float] = field(default_factory=list)
-    """The last known confidence of each slot of a block: what ADMIT ranks by."""
+    """Of the slots of its last block: what ADMIT ranks by."""
     expected_confidences: list[float] = field(default_factory=list)
     """What its next block is expected to have, what the budget reckons with; empty before its first block."""
     expected_survival: bytes = b""

@@ -19,7 +19,7 @@ Pure values and numbers; knows no drafter, no engine and no clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -154,11 +154,6 @@ class Evidence:
 
 def _bins(shares: Array, num_bins: int) -> Counts:
     return np.clip((shares * num_bins).astype(np.int64), 0, num_bins - 1)
-
-
-def merge(parts: Iterable[Evidence], num_slots: int) -> Evidence:
-    """All evidence of a fleet's engines together."""
-    return sum(parts, start=Evidence.none(num_slots))
 
 
 def refit(evidence: Evidence, temperatures: tuple[float, ...]) -> tuple[tuple[float, ...], Evidence]:

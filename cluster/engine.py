@@ -216,7 +216,6 @@ class Engine:
         with self._lock:
             added, aborted, self._added, self._aborted = self._added, self._aborted, [], []
         for sequence in added:
-            self._scheduler.welcome(sequence)
             self._batcher.add(sequence)
         # Who ended meanwhile may have a successor of its name.
         return [self._finish(s, "abort") for s in aborted if self._sequences.get(s.request_id) is s]
@@ -243,7 +242,7 @@ class Engine:
         tokens, confidences = draft.tokens.tolist(), draft.confidences.tolist()
         for chunk, proposed, confidence in zip(chunks, tokens, confidences, strict=True):
             chunk.proposed = proposed[: chunk.max_drafts]
-            chunk.sequence.confidences[: len(confidence)] = confidence
+            chunk.sequence.confidences = confidence
         self._scheduler.drafted(sequences, num_slots)
         return draft
 

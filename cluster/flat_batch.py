@@ -31,8 +31,6 @@ class AttentionGroup:
     """Sequences whose attention is one padded call."""
 
     num_sequences: int
-    num_queries: int
-    """Q: query rows per sequence, padded."""
     num_keys: int
     """T: the longest context, the last row's own key included."""
     block_ids: Tensor
@@ -53,14 +51,10 @@ class FlatBatch:
     positions_N: Tensor
     slots_N: Tensor
     """Where each row's keys and values go."""
-    sequences_N: Tensor
-    """Index of the span that each row belongs to."""
     row_starts_R1: Tensor
     """First flat row of each span, and N."""
     logits_rows_M: Tensor
     """Flat rows whose logits are wanted, span by span."""
-    logits_starts_R1: Tensor
-    """First of `logits_rows_M` of each span, and M."""
     groups: tuple[AttentionGroup, ...]
     outputs_N: Tensor | None
     """Where each row's output lies in those of all groups, one after another. None: just there, in order."""
@@ -109,10 +103,8 @@ def flatten(spans: Sequence[Span], block_size: int, device: torch.device | str =
         tokens_N=torch.from_numpy(tokens).to(device),
         positions_N=torch.from_numpy(positions).to(device),
         slots_N=torch.from_numpy(slots).to(device),
-        sequences_N=torch.from_numpy(sequences).to(device),
         row_starts_R1=torch.from_numpy(row_starts).to(device),
         logits_rows_M=torch.from_numpy(logits_rows).to(device),
-        logits_starts_R1=torch.from_numpy(logits_starts).to(device),
         groups=groups,
         outputs_N=None if in_order else torch.from_numpy(_outputs(partition, lengths, row_starts)).to(device),
     )
@@ -186,7 +178,6 @@ def _group(
     in_order = rows.size == row_starts[-1] and bool(real.all())  # members ascend, so the rows then do as well
     return AttentionGroup(
         num_sequences=len(members),
-        num_queries=queries,
         num_keys=keys,
         block_ids=torch.from_numpy(blocks.reshape(-1)).to(device),
         first_block=int(blocks[0, 0]) if neighbours else None,

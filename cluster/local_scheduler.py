@@ -71,8 +71,8 @@ class LocalScheduler:
         """Whether some draft is as old as a report must be."""
         self._num_steps_undrafted = self._num_steps_drafted = self._num_drafts_seen = 0
         self._num_steps_to_plain = PLAIN_EVERY_STEPS
-        self._is_plain_look = False
-        """Whether the next step is plain only to see what that takes."""
+        self._is_plain_look = self._is_probe = False
+        """Whether the next step is plain only to see what that takes, or drafts only to see what comes of it."""
         self._probe_after_steps = FIRST_PROBE_STEPS
         self._last_lease = UNLIMITED
         self._leased_mode: SchedulerMode = "bypass"
@@ -89,10 +89,6 @@ class LocalScheduler:
         self._prompts_expected = 0.0
         self._decode_seconds = self._prompts_seconds = 0.0
         self._expected_confidences = [1.0] * max_drafts
-
-    def welcome(self, sequence: Sequence) -> None:
-        """A newcomer has no draft yet: its slots rank as what others are expected to accept."""
-        sequence.confidences = list(self._expected_confidences)
 
     @property
     def curve(self) -> CostCurve | None:
@@ -138,7 +134,7 @@ class LocalScheduler:
         self._num_steps_leased += 1
         num_prompt_rows = batcher.num_prompt_rows
         decoding = [sequence for sequence in batcher.running if sequence.num_pending == 1]
-        self._returns.judge([sequence.draft_return for sequence in decoding], self._pass_seconds)
+        self._returns.judge([s.draft_return for s in decoding if batcher.draft_limit(s)], self._pass_seconds)
         offer = self._offers.current(self._reports[0].step, now)
         if offer is not None and self._config.data_parallel_size > 1:
             # Followed from step to step, because all ranks of the group are to have it at once; and no bypass: drafts
@@ -152,9 +148,10 @@ class LocalScheduler:
             self._search(self._curve, batcher, num_prompt_rows, offer)
             self._leased_for, self._num_steps_leased = (decoding, num_prompt_rows.bit_length()), 0
         self._is_plain_look = self._looks_at_plain(self._curve)
+        self._is_probe = self._last_lease.cap == 0 and self._num_steps_undrafted >= self._probe_after_steps
         if self._is_plain_look:
             return PLAIN, self._leased_mode
-        if self._last_lease.cap == 0 and self._num_steps_undrafted >= self._probe_after_steps:
+        if self._is_probe:
             return BudgetLease(cap=max(self._max_drafts, len(batcher.running))), self._leased_mode
         return self._last_lease, self._leased_mode
 
@@ -216,10 +213,9 @@ class LocalScheduler:
             self._num_expected = _faded(self._num_expected, YIELD_FORGETTING)
             self._num_passed = _faded(self._num_passed, YIELD_FORGETTING)
             return
-        is_probe = self._num_steps_undrafted >= self._probe_after_steps
         self._num_steps_undrafted, self._num_steps_drafted = 0, self._num_steps_drafted + 1
         self._num_steps_to_plain = max(self._num_steps_to_plain - 1, 0)
-        if is_probe:
+        if self._is_probe:
             self._probe_after_steps = min(2 * self._probe_after_steps, LONGEST_PROBE_STEPS)
         elif self._num_steps_drafted >= FIRST_PROBE_STEPS:  # it pays again
             self._probe_after_steps = FIRST_PROBE_STEPS
@@ -227,7 +223,8 @@ class LocalScheduler:
         for sequence in sequences:
             if not sequence.expected_survival:
                 sequence.expected_confidences = list(self._expected_confidences)
-        rate = max(PROBE_RATE if is_probe else EXPECTATION_RATE, 1 / self._num_drafts_seen)  # first, the plain mean
+        rate = PROBE_RATE if self._is_probe else EXPECTATION_RATE
+        rate = max(rate, 1 / self._num_drafts_seen)  # first, the plain mean
         for slot in range(num_slots):
             for sequence in sequences:
                 _follow(sequence.expected_confidences, slot, sequence.confidences[slot], rate)
@@ -251,7 +248,8 @@ class LocalScheduler:
     def learn(self, chunks: Seq[Chunk], num_known: Seq[int], num_passed: Seq[int]) -> None:
         """From what became of a step's drafts, of which `num_known` say something: how many pass of those expected to.
 
-        It counts in the rows that are made at the next draft, so two steps after that at the earliest.
+        It counts in the rows that are made at the next draft, for budgets of two steps after that, and when the next
+        drafts are held against the price.
         """
         pairs = zip(chunks, num_known, strict=True)
         expected = sum(sum(budget.survival(chunk.sequence.confidences[:known])) for chunk, known in pairs)
@@ -262,10 +260,11 @@ class LocalScheduler:
         self, step: int, plan: Plan, batcher: Batcher, num_waiting: int, drafted: bool, now: float
     ) -> LoadReport:
         """The summary of a step that ended at `now` seconds of the engine's clock; kept for the lease two steps on."""
-        running = batcher.running
+        running, newcomer = batcher.running, self._newcomer()
         report = LoadReport(
             step=step,
-            survival=self._survivals(running, batcher) if self._curve is not None else b"",  # else nobody reads it
+            # Without a curve nobody reads it.
+            survival=self._survivals(running, batcher, newcomer) if self._curve is not None else b"",
             tiers=bytes(sequence.request.tier for sequence in running),
             paces=self._paces(running, now) if self._tiers else b"",
             request_ids=tuple(sequence.request_id for sequence in running),
@@ -274,7 +273,7 @@ class LocalScheduler:
             context_tokens=plan.context_tokens,
             num_waiting=num_waiting,
             drafted=drafted,
-            newcomer=self._newcomer(),
+            newcomer=newcomer,
             decode_share=self._decode_share(plan),
         )
         self._reports.append(report)
@@ -331,13 +330,13 @@ class LocalScheduler:
         known = {name: index for index, name in enumerate(report.request_ids)}
         places = [known.get(sequence.request_id) for sequence in running]
         rows = [b"" if place is None else report.survival[place * size :][:size] for place in places]
-        # Who was absent or inside its prompt then has not been drafted since, so what is expected of it is no younger.
+        # Who was absent or inside its prompt then has not been drafted since: what is expected of it is no younger.
         rows = [
-            row if any(row) else self._survivals([sequence], batcher)
+            row if any(row) else self._survivals([sequence], batcher, report.newcomer)
             for sequence, row in zip(running, rows, strict=True)
         ]
         start = round(budget.PACE * sla.START_PACE)
-        paces = [start if place is None else report.paces[place] for place in places] if report.paces else []
+        paces = [start if place is None else report.paces[place] for place in places] if self._tiers else []
         return replace(
             report,
             survival=b"".join(rows),
@@ -348,13 +347,13 @@ class LocalScheduler:
             num_prefill_tokens=num_prompt_rows,
         )
 
-    def _survivals(self, sequences: Seq[Sequence], batcher: Batcher) -> bytes:
-        """Rows of a report."""
-        # None inside a prompt, none for whom drafting doesn't pay. Who was never drafted for will do as others do.
+    def _survivals(self, sequences: Seq[Sequence], batcher: Batcher, newcomer: bytes) -> bytes:
+        """Rows of a report. `newcomer`: of whoever was never drafted for."""
+        # None inside a prompt, none for whom drafting doesn't pay.
         drafted = [s.num_pending == 1 and s.draft_return.expected for s in sequences]
         limits = [batcher.draft_limit(s) if yes else 0 for s, yes in zip(sequences, drafted, strict=True)]
         size = self._max_drafts
-        expected = [s.expected_survival or self._newcomer() for s in sequences]
+        expected = [s.expected_survival or newcomer for s in sequences]
         return b"".join(row[:limit].ljust(size, b"\0") for row, limit in zip(expected, limits, strict=True))
 
     def _draft_room(self, batcher: Batcher) -> int:

@@ -30,10 +30,11 @@ NUM_SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (64, 768)
 """Tokens of each sequence. Drafts are measured with the shorter ones: a row costs as much with any."""
 PASSES, REPEATS = 3, 2
-"""All kinds of steps are run in turn, several times over, so that a busy moment doesn't make one size look dear."""
-SECONDS_PER_PASS = 6.0
+"""All kinds of steps are run in turn, several times over, and the least time counts: so a busy moment doesn't make one
+size look dear. Measured, curves then differ by half as much from start to start as with medians."""
+SECONDS_PER_PASS = 8.0
 """Wider steps than ALWAYS_ROWS are left out once the first pass has taken so long."""
-SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_block_size")
+SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_block_size", "num_kv_blocks")
 """Settings that decide which steps are measured: a curve says nothing about far larger ones."""
 ALWAYS_ROWS = 16
 """So wide, at least, is measured on the slowest machine: one point would make no curve."""
@@ -45,6 +46,8 @@ class Cell:
 
     num_sequences: int
     num_drafts: int
+    prompt: tuple[int, ...]
+    """Of each sequence. They share all but its last token, and so the pages."""
 
     @property
     def num_rows(self) -> int:
@@ -113,25 +116,25 @@ def measure(shard: Shard, config: EngineConfig) -> list[StepResult]:
     longest = config.max_model_len - num_tokens
     if longest < 1:
         raise ValueError(f"max_model_len is {config.max_model_len}; scheduling this drafter needs {num_tokens + 1}")
-    results: list[StepResult] = []
-    for place, context in enumerate(sorted({min(context, longest) for context in CONTEXTS})):
-        engine = Engine(settings, shard, None)
+    engine = Engine(settings, shard, None)
+    prompts = []
+    for context in sorted({min(context, longest) for context in CONTEXTS}):
         # A block's last token is computed, the blocks before it are shared: all sequences see the same pages.
         length = (context - 1) // config.kv_block_size * config.kv_block_size + 1
-        prompt = tuple(i * 7919 % shard.vocab_size for i in range(length))
-        _decode(engine, prompt, Cell(1, 0), num_tokens)
-        drafts = {0} if place else {0, 1, shard.num_draft_slots}
-        results += _measure(engine, prompt, _cells(config, drafts), num_tokens)
-    return results
+        prompts.append(tuple(i * 7919 % shard.vocab_size for i in range(length)))
+        _decode(engine, Cell(1, 0, prompts[-1]), num_tokens)
+    kinds = [(drafts, prompts[0]) for drafts in {0, 1, shard.num_draft_slots}]
+    kinds += [(0, prompt) for prompt in prompts[1:]]
+    return _measure(engine, _cells(config, kinds), num_tokens)
 
 
-def _measure(engine: Engine, prompt: tuple[int, ...], cells: list[Cell], num_tokens: int) -> list[StepResult]:
+def _measure(engine: Engine, cells: list[Cell], num_tokens: int) -> list[StepResult]:
     """Steps of each cell in all passes; cells that don't fit the pool or the time are left out."""
     measured: dict[Cell, list[StepResult]] = {}
     for number in range(PASSES):
         started = time.perf_counter()
         for cell in cells if number == 0 else list(measured):
-            if steps := _decode(engine, prompt, cell, num_tokens):
+            if steps := _decode(engine, cell, num_tokens):
                 measured.setdefault(cell, []).extend(steps)
             slow = number == 0 and time.perf_counter() - started > SECONDS_PER_PASS
             if slow and cell.num_rows >= ALWAYS_ROWS:
@@ -139,23 +142,23 @@ def _measure(engine: Engine, prompt: tuple[int, ...], cells: list[Cell], num_tok
     return [step for steps in measured.values() for step in steps]
 
 
-def _cells(config: EngineConfig, drafts: set[int]) -> list[Cell]:
-    """What fits the row budget, by rows."""
+def _cells(config: EngineConfig, kinds: list[tuple[int, tuple[int, ...]]]) -> list[Cell]:
+    """What fits the row budget, by rows. kinds: drafts and prompt of each sequence."""
     cells = [
-        Cell(num_sequences, num_drafts)
+        Cell(num_sequences, num_drafts, prompt)
         for num_sequences in NUM_SEQUENCES
-        for num_drafts in drafts
+        for num_drafts, prompt in kinds
         if num_sequences <= config.max_num_seqs
     ]
     fitting = [cell for cell in cells if cell.num_rows <= config.max_num_batched_tokens]
-    return sorted(fitting, key=lambda cell: (cell.num_rows, cell.num_sequences))
+    return sorted(fitting, key=lambda cell: (cell.num_rows, cell.num_sequences, len(cell.prompt)))
 
 
-def _decode(engine: Engine, prompt: tuple[int, ...], cell: Cell, num_tokens: int) -> list[StepResult]:
+def _decode(engine: Engine, cell: Cell, num_tokens: int) -> list[StepResult]:
     """Steps in which all of the cell's sequences decode; [] when the pool can't hold them."""
     sampling = SamplingParams(max_tokens=num_tokens, max_draft_tokens=cell.num_drafts)
     for index in range(cell.num_sequences):
-        engine.add(Request(request_id=str(index), prompt_token_ids=prompt, sampling=sampling))
+        engine.add(Request(request_id=str(index), prompt_token_ids=cell.prompt, sampling=sampling))
     while engine.step().report.num_prefill_tokens:
         pass
     steps = [engine.step() for _ in range(REPEATS)]

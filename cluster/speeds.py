@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from cluster.budget import LEVELS, decode_seconds, paces, slot_values, survival_levels
 from cluster.messages import BudgetLease, LoadReport, SlaTier
@@ -104,7 +104,11 @@ def _seconds(
     seconds = decode_seconds(curve, anchors, report.num_prefill_tokens, filled, context)
     levels = survival_levels(report)
     drafted = anchors - int((~levels.any(axis=1)).sum())
-    num_slots = min(lease.depth, max(levels.shape[1], len(report.newcomer)))
+    block = max(levels.shape[1], len(report.newcomer))
+    num_slots: ArrayLike = min(lease.depth, block)
+    # Where nothing runs the lease was for others: as deep as `budget.depth` would have it.
+    if not report.tiers and not lease.padded_tokens:
+        num_slots = np.minimum(num_drafts // anchors + 1, block)
     return seconds + np.where(num_drafts > 0, curve.draft_seconds(drafted, num_slots), 0.0)
 
 

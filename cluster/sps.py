@@ -147,8 +147,8 @@ class CostCurve:
         slope is shared by all, and real steps then correct each cell (`observed`). Raises CostCurveError if there are
         no samples, a time is not positive, or the curve is flat.
         """
-        cells = _medians(((s.num_tokens, s.context_tokens), s.seconds) for s in samples)
-        drafts = _medians(((d.num_requests, d.num_slots), d.seconds) for d in draft_samples)
+        cells = _least(((s.num_tokens, s.context_tokens), s.seconds) for s in samples)
+        drafts = _least(((d.num_requests, d.num_slots), d.seconds) for d in draft_samples)
         if not cells:
             raise CostCurveError("no measurements to fit a cost curve to")
         slope = _context_slope(cells)
@@ -164,15 +164,16 @@ class CostCurve:
         try:
             record = json.loads(path.read_text())
             found = Provenance(**record["provenance"])
-            verify = [record[name] for name in ("tokens", "contexts", "verify")]
+            verify = Surface.of(*(record[name] for name in ("tokens", "contexts", "verify")))
             draft = [record[name] for name in ("draft_requests", "draft_slots", "draft")]
+            draft_surface = Surface.of(*draft) if draft[0] else None
         except FileNotFoundError as error:
             raise CostCurveError(f"{path}: no cost curve there") from error
         except (ValueError, KeyError, TypeError) as error:
             raise CostCurveError(f"{path}: not a cost curve: {error}") from error
         if difference := found.difference(provenance):
             raise CostCurveError(f"{path}: measured with {difference}; measure it again")
-        return cls._checked(found, Surface.of(*verify), Surface.of(*draft) if draft[0] else None)
+        return cls._checked(found, verify, draft_surface)
 
     @property
     def snapshot(self) -> CostCurve:
@@ -247,12 +248,12 @@ class CostCurve:
         )
 
 
-def _medians(timed: Iterable[tuple[tuple[int, int], float]]) -> dict[tuple[int, int], float]:
-    """The median of the times of each key."""
-    groups: dict[tuple[int, int], list[float]] = {}
+def _least(timed: Iterable[tuple[tuple[int, int], float]]) -> dict[tuple[int, int], float]:
+    """The least of the times of each key: whatever else a machine does only makes a step longer."""
+    least: dict[tuple[int, int], float] = {}
     for key, seconds in timed:
-        groups.setdefault(key, []).append(seconds)
-    return {key: median(times) for key, times in groups.items()}
+        least[key] = min(seconds, least.get(key, seconds))
+    return least
 
 
 def _draft_surface(cells: dict[tuple[int, int], float]) -> Surface:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cluster import calibrator as calibrator_module
 from cluster.batcher import Chunk, Sequence
-from cluster.calibration import LARGEST_STEP, MIN_TESTED, Blocks, Evidence, errors, merge, refit
+from cluster.calibration import LARGEST_STEP, MIN_TESTED, Blocks, Evidence, errors, refit
 from cluster.calibrator import Calibrator
 from cluster.engine import _known_and_passed
 from cluster.verifier import Outcome
@@ -88,11 +88,11 @@ def test_how_much_is_admitted_does_not_bias_the_fit() -> None:
 
 def test_evidence_adds_up_and_travels() -> None:
     parts = [traffic((1.0,) * NUM_SLOTS, 50, seed) for seed in range(3)]
-    whole = merge([pickle.loads(pickle.dumps(part)) for part in parts], NUM_SLOTS)
+    whole = sum((pickle.loads(pickle.dumps(part)) for part in parts), start=Evidence.none(NUM_SLOTS))
     assert whole.tested.sum() == sum(part.tested.sum() for part in parts) > 0
     assert whole.predicted.sum() == pytest.approx(sum(part.predicted.sum() for part in parts))
     assert (whole.passed <= whole.tested).all() and (whole.survived <= whole.covered).all()
-    assert len(pickle.dumps(merge([traffic((1.0,) * 7, 9, 0, true=1.0) for _ in ()], 7))) < 16_000
+    assert len(pickle.dumps(Evidence.none(7))) < 16_000
     with pytest.raises(ValueError, match="7 slots"):
         whole + Evidence.none(7)
 

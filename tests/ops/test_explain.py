@@ -65,7 +65,7 @@ def attainment(*counts: tuple[int, int]) -> list[dict[str, object]]:
     ("who", "report", "expected"),
     [
         (member("a"), load(0), "idle"),
-        (member("a"), load(3, num_slots=0), "prompts"),
+        (member("a"), load(3, num_slots=0), "undrafted"),
         (member("a", dear=1e-3), load(3), "load"),
         (member("a", dear=1e-3), load(8, most=9), "rows"),
         (member("a"), load(8), "cost"),
