@@ -1,9 +1,10 @@
 """One engine's verify budget: which drafts are verified, and when no search is needed. Pure arithmetic.
 
 Knows no clock, actor, tensor or token. Two functions share the work so that speculation stays exact (paper section 5,
-appendix A): `fleet.allocate` looks at a report that is two steps old and decides the SIZE of the next batch; `admit`
-looks at the current survivals and only RANKS. Survival of slot j depends on the drafts before j alone and never grows
-along a request, so whether slot j is admitted can't depend on the token it holds, which keeps the output unbiased.
+appendix A): `fleet.allocate` looks at a report that is two steps old and decides the SIZE of the next batch and the
+price of a slot; `admit` RANKS by the current survivals, and leaves out what they say is under that price. Survival of
+slot j depends on the drafts before j alone and never grows along a request, so whether slot j is admitted can't depend
+on the token it holds, which keeps the output unbiased.
 """
 
 from __future__ import annotations

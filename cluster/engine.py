@@ -247,7 +247,7 @@ class Engine:
         return draft
 
     def _admit(self, plan: Plan, lease: BudgetLease) -> None:
-        """ADMIT: the lengths of the prefixes to verify. Current survivals only rank; the cap is older than they are."""
+        """ADMIT: the lengths of the prefixes to verify. Current survivals rank; cap and price are older."""
         for chunk, length in zip(plan.drafted, self._scheduler.admit(plan, lease), strict=True):
             chunk.num_admitted = length
 

@@ -1,8 +1,8 @@
 """The scheduler that every engine carries: leases from its own reports of two steps ago, by the fleet's own arithmetic.
 
-Knows running sequences, plans and the cost curve; knows no tensor, no drafted token and no clock. All that it decides
-about a step's size rests on reports that are REPORT_AGE_STEPS old, and on who and what is there to be computed; current
-survivals only rank (dspark.md section 5).
+Knows running sequences, plans and the cost curve; knows no tensor, no drafted token and no clock. The cap and
+the price of a step rest on reports that are REPORT_AGE_STEPS old, and on who and what is there to be computed; current
+survivals rank, and those under the price are left out (dspark.md section 5).
 """
 
 from __future__ import annotations

@@ -14,13 +14,14 @@ from tiny_engine import TinyDrafter, make_engine, prompts, random_drafter, reque
 from torch import Tensor
 
 from cluster import profiler
-from cluster.budget import encode_survival, survival
+from cluster.budget import encode_survival, paces, survival
 from cluster.config import EngineConfig
 from cluster.engine import Engine
 from cluster.local_scheduler import FIRST_PROBE_STEPS, LONGEST_PROBE_STEPS, PLAIN_EVERY_STEPS
 from cluster.messages import BudgetLease, CostCurveError, InvalidRequestError, SlaTier, StepResult
 from cluster.models.loader import load_decoder
 from cluster.shard import Shard
+from cluster.sla import START_PACE
 from cluster.sps import CostCurve, DraftSample, Provenance, VerifySample
 
 HERE = Provenance(model="tiny", dtype="float32", device="test", num_threads=1, versions="none", date="2026-01-01")
@@ -171,6 +172,16 @@ def test_who_was_promised_a_speed_gets_more_of_the_same_budget(tiny: tuple[Path,
     assert all(row[5] > max(row[:5] + row[6:]) for row in settled), "equal survivals, but one has a promise"
     with pytest.raises(InvalidRequestError, match="tier: 2"):
         engine.add(replace(requests[0], request_id="x", tier=2))
+
+
+def test_a_promise_begins_alike_where_nobody_ran_before(tiny: tuple[Path, Any]) -> None:
+    tiers = (SlaTier("standard"), SlaTier("fast", min_tokens_per_second=1.2, weight=50.0))
+    engine = frozen(make_engine(tiny[0], random_drafter(VOCAB), curve(0.1), tiers, speculation="scheduled"))
+    run(engine, [request([1, 2, 3], max_tokens=8)])
+    engine.add(replace(request([4, 5, 6], max_tokens=40), tier=1))
+    engine.step()
+    assert engine._scheduler._reports[0].paces == b"", "nobody ran"
+    assert paces(engine._scheduler._current_load(engine._batcher, 0)).tolist() == [START_PACE]
 
 
 def test_drafts_that_pay_beside_a_prompt_only_end_with_it(tiny: tuple[Path, Any]) -> None:

@@ -83,6 +83,16 @@ def test_more_load_is_slower_and_whoever_waits_counts() -> None:
     assert len(set(found)) == len(found)
 
 
+@pytest.mark.parametrize("last", [BudgetLease(cap=1, depth=2), BudgetLease(cap=0), BudgetLease(cap=9, depth=5)])
+def test_an_idle_engine_would_draft_what_is_best_whatever_its_last_lease_was(last: BudgetLease) -> None:
+    samples = [VerifySample(n, 100, 0.028 + 0.0005 * n) for n in (1, 8, 64)]
+    cost = CostCurve.fit(samples, [DraftSample(1, 1, 0.005), DraftSample(1, 5, 0.025)], HERE)
+    idle = load(np.random.default_rng(3), 0)
+    tokens = 1 + np.concatenate([[0.0], np.cumsum(np.frombuffer(idle.newcomer, np.uint8) / LEVELS)])
+    seconds = cost.step_seconds(np.arange(1, 7), 0) + [0.0, *cost.draft_seconds(1, [2, 3, 4, 5, 5])]
+    assert speeds(idle, last, cost, TIERS, MANY) == pytest.approx([(tokens / seconds).max()] * 2)
+
+
 def test_prompts_keep_newcomers_waiting_where_somebody_runs() -> None:
     cost, busy, idle = curve(0.05), load(np.random.default_rng(3), 2), load(np.random.default_rng(3), 0)
     [[lease]] = fleet.allocate([Group([busy], cost)], TIERS)

@@ -114,9 +114,18 @@ def test_a_foreign_broken_or_missing_file_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({**record, "verify": [[0.03] * len(row) for row in record["verify"]]}))
     with pytest.raises(CostCurveError, match="flat"):
         CostCurve.load(path, HERE)
-    path.write_text("{")
-    with pytest.raises(CostCurveError, match="not a cost curve"):
-        CostCurve.load(path, HERE)
+    for broken in ("{", json.dumps({**record, "tokens": None}), json.dumps({**record, "verify": [[0.1, 0.2], [0.1]]})):
+        path.write_text(broken)
+        with pytest.raises(CostCurveError, match="not a cost curve"):
+            CostCurve.load(path, HERE)
+
+
+def test_a_busy_moment_at_start_up_is_no_cost() -> None:
+    """One of three passes met a neighbour that took half of the machine."""
+    steps = [VerifySample(n, 64 * n, (0.027 + 0.0005 * n) * busy) for n in (1, 8, 16) for busy in (1.0, 2.0, 1.9)]
+    curve = CostCurve.fit(steps, [DraftSample(8, 1, seconds) for seconds in (0.006, 0.004, 0.009)], HERE)
+    np.testing.assert_allclose(curve.step_seconds([1, 8, 16], 64), [0.0275, 0.031, 0.035], rtol=1e-6)
+    assert curve.draft_seconds(8, 1) == pytest.approx(0.004)
 
 
 STEADY = VerifySample(16, 500, 0.040)
