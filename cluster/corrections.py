@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-MEASURED_WITHIN = 0.15
+MEASURED_WITHIN = 0.1
 """Standard deviation of a measured cell from what real steps take there, pace aside: other requests, other pages."""
 NEARER_BY_OCTAVE = 2.0
 """Cells one octave apart go wrong together by half, two by a quarter."""

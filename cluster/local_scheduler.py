@@ -30,9 +30,9 @@ PLAIN = BudgetLease(cap=0)
 FIRST_PROBE_STEPS, LONGEST_PROBE_STEPS = 64, 1024
 """A step that skips drafting learns nothing about drafts: after so many in a row, one drafts to look again. Each time
 that it comes to nothing the next look waits twice as long; when load falls, no look is needed to draft again."""
-PLAIN_EVERY_STEPS, PLAIN_WITHIN = 32, 1.25
-"""Likewise, a machine on which all steps draft never sees what a plain one takes: where that comes so near, one in so
-many is plain."""
+LOOK_EVERY_STEPS, NEAR = 32, 1.25
+"""A machine on which all steps draft never sees what a plain one takes, nor the other way round: where the rates come
+so near, one step in so many is of the other kind, or a mistake about the times would last."""
 LEASE_STEPS = 4
 """A lease stands for so many steps while the same requests decode: what it rests on changes slowly, and searching costs
 time."""
@@ -70,7 +70,7 @@ class LocalScheduler:
         self._is_informed = False
         """Whether some draft is as old as a report must be."""
         self._num_steps_undrafted = self._num_steps_drafted = self._num_drafts_seen = 0
-        self._num_steps_to_plain = PLAIN_EVERY_STEPS
+        self._num_steps_to_plain = LOOK_EVERY_STEPS
         self._is_plain_look = self._is_probe = False
         """Whether the next step is plain only to see what that takes, or drafts only to see what comes of it."""
         self._probe_after_steps = FIRST_PROBE_STEPS
@@ -148,11 +148,12 @@ class LocalScheduler:
             self._search(self._curve, batcher, num_prompt_rows, offer)
             self._leased_for, self._num_steps_leased = (decoding, num_prompt_rows.bit_length()), 0
         self._is_plain_look = self._looks_at_plain(self._curve)
-        self._is_probe = self._last_lease.cap == 0 and self._num_steps_undrafted >= self._probe_after_steps
         if self._is_plain_look:
             return PLAIN, self._leased_mode
+        probe = BudgetLease(cap=max(self._max_drafts, len(batcher.running)))
+        self._is_probe = self._probes(self._curve, probe)
         if self._is_probe:
-            return BudgetLease(cap=max(self._max_drafts, len(batcher.running))), self._leased_mode
+            return probe, self._leased_mode
         return self._last_lease, self._leased_mode
 
     def _looks_at_plain(self, curve: CostCurve) -> bool:
@@ -160,9 +161,21 @@ class LocalScheduler:
         rank's to choose."""
         if self._num_steps_to_plain or not self._last_lease.cap or self._config.data_parallel_size > 1:
             return False
-        self._num_steps_to_plain = PLAIN_EVERY_STEPS
-        leased, plain = (expected_rate(self._reports[0], lease, curve) for lease in (self._last_lease, PLAIN))
-        return leased < PLAIN_WITHIN * plain
+        self._num_steps_to_plain = LOOK_EVERY_STEPS
+        return self._rate(self._last_lease, curve) < NEAR * self._rate(PLAIN, curve)
+
+    def _probes(self, curve: CostCurve, probe: BudgetLease) -> bool:
+        """Whether it is due to draft although that isn't said to pay."""
+        if self._last_lease.cap or not self._num_steps_undrafted:
+            return False
+        if self._num_steps_undrafted >= self._probe_after_steps:
+            return True
+        if self._num_steps_undrafted % LOOK_EVERY_STEPS or self._config.data_parallel_size > 1:
+            return False
+        return self._rate(PLAIN, curve) < NEAR * self._rate(probe, curve)
+
+    def _rate(self, lease: BudgetLease, curve: CostCurve) -> float:
+        return expected_rate(self._reports[0], lease, curve)
 
     def _search(self, curve: CostCurve, batcher: Batcher, num_prompt_rows: int, offer: Offer | None) -> None:
         """All that was proposed, if that is cheap; else the fleet's lease, if it was made for such a step; else the
@@ -213,9 +226,10 @@ class LocalScheduler:
             self._num_expected = _faded(self._num_expected, YIELD_FORGETTING)
             self._num_passed = _faded(self._num_passed, YIELD_FORGETTING)
             return
+        in_vain = self._is_probe and self._num_steps_undrafted >= self._probe_after_steps
         self._num_steps_undrafted, self._num_steps_drafted = 0, self._num_steps_drafted + 1
         self._num_steps_to_plain = max(self._num_steps_to_plain - 1, 0)
-        if self._is_probe:
+        if in_vain:
             self._probe_after_steps = min(2 * self._probe_after_steps, LONGEST_PROBE_STEPS)
         elif self._num_steps_drafted >= FIRST_PROBE_STEPS:  # it pays again
             self._probe_after_steps = FIRST_PROBE_STEPS

@@ -17,7 +17,7 @@ from cluster import profiler
 from cluster.budget import encode_survival, paces, survival
 from cluster.config import EngineConfig
 from cluster.engine import Engine
-from cluster.local_scheduler import FIRST_PROBE_STEPS, LONGEST_PROBE_STEPS, PLAIN_EVERY_STEPS
+from cluster.local_scheduler import FIRST_PROBE_STEPS, LONGEST_PROBE_STEPS, LOOK_EVERY_STEPS
 from cluster.messages import BudgetLease, CostCurveError, InvalidRequestError, SlaTier, StepResult
 from cluster.models.loader import load_decoder
 from cluster.shard import Shard
@@ -78,7 +78,29 @@ def test_where_plain_decoding_comes_near_a_step_is_plain_now_and_then(
     steps = [step for step in outputs.steps if step.rounds][:-5]
     plain = [number for number, step in enumerate(steps) if not step.report.drafted]
     assert len(steps) > 70
-    assert plain == (list(range(PLAIN_EVERY_STEPS, len(steps), PLAIN_EVERY_STEPS + 1)) if is_near else [])
+    assert plain == (list(range(LOOK_EVERY_STEPS, len(steps), LOOK_EVERY_STEPS + 1)) if is_near else [])
+
+
+@pytest.mark.parametrize(("per_token", "is_near"), [(0.35, True), (10.0, False)])
+def test_where_drafting_comes_near_a_step_drafts_now_and_then(
+    tiny: tuple[Path, Any], per_token: float, is_near: bool
+) -> None:
+    """It would be a mistake of 5% about the times that keeps an engine from drafting for a thousand steps."""
+    drafter = random_drafter(VOCAB)
+    drafter._confidence = 0.7 if is_near else 0.1
+    engine = frozen(make_engine(tiny[0], drafter, curve(per_token), speculation="scheduled", max_model_len=256))
+    engine._scheduler._returns.judge = lambda *_: None  # type: ignore[method-assign]
+    outputs = run(engine, [request(prompt, max_tokens=120) for prompt in prompts(8)])
+    steps = [step for step in outputs.steps if len(step.rounds) == 8][3:]
+    drafted = [number for number, step in enumerate(steps) if step.report.drafted]
+    assert len(steps) > 100
+    every = LOOK_EVERY_STEPS if is_near else FIRST_PROBE_STEPS
+    assert drafted and drafted[0] <= every
+    if is_near:
+        assert np.diff(drafted).tolist() == [every + 1] * (len(drafted) - 1) and len(drafted) >= 3
+        assert engine._scheduler._probe_after_steps == FIRST_PROBE_STEPS
+    else:
+        assert len(drafted) == 1
 
 
 def test_looking_at_plain_steps_leaves_the_probes_alone(tiny: tuple[Path, Any]) -> None:
