@@ -148,13 +148,10 @@ class LocalScheduler:
             self._search(self._curve, batcher, num_prompt_rows, offer)
             self._leased_for, self._num_steps_leased = (decoding, num_prompt_rows.bit_length()), 0
         self._is_plain_look = self._looks_at_plain(self._curve)
-        if self._is_plain_look:
-            return PLAIN, self._leased_mode
         probe = BudgetLease(cap=max(self._max_drafts, len(batcher.running)))
         self._is_probe = self._probes(self._curve, probe)
-        if self._is_probe:
-            return probe, self._leased_mode
-        return self._last_lease, self._leased_mode
+        lease = PLAIN if self._is_plain_look else probe if self._is_probe else self._last_lease
+        return lease, self._leased_mode
 
     def _looks_at_plain(self, curve: CostCurve) -> bool:
         """Whether it is due, and plain comes near as far as the curve can tell. A lockstep group's steps aren't one
