@@ -69,8 +69,10 @@ class FlatBatch:
         num_more = num_rows - self.num_rows
         if not num_more:
             return self
-        in_order = torch.arange(self.num_rows, device=self.slots_N.device)
-        rows = self.tokens_N, self.positions_N, in_order if self.outputs_N is None else self.outputs_N
+        outputs_N = self.outputs_N
+        if outputs_N is None:
+            outputs_N = torch.arange(self.num_rows, device=self.slots_N.device)
+        rows = self.tokens_N, self.positions_N, outputs_N
         tokens_N, positions_N, outputs_N = (F.pad(row, (0, num_more)) for row in rows)
         return replace(self, tokens_N=tokens_N, positions_N=positions_N, outputs_N=outputs_N)
 
@@ -98,6 +100,7 @@ def flatten(spans: Sequence[Span], block_size: int, device: torch.device | str =
         _group(np.array(members), lengths, contexts, row_starts, tables, block_size, device) for members in partition
     )
     in_order = len(groups) == 1 and groups[0].rows_RQ is None
+    outputs = np.arange(row_starts[-1]) + (_first_outputs(partition, lengths) - row_starts[:-1])[sequences]
     tokens = np.array([token for span in spans for token in span.token_ids], dtype=np.int64)
     return FlatBatch(
         tokens_N=torch.from_numpy(tokens).to(device),
@@ -106,7 +109,7 @@ def flatten(spans: Sequence[Span], block_size: int, device: torch.device | str =
         row_starts_R1=torch.from_numpy(row_starts).to(device),
         logits_rows_M=torch.from_numpy(logits_rows).to(device),
         groups=groups,
-        outputs_N=None if in_order else torch.from_numpy(_outputs(partition, lengths, row_starts)).to(device),
+        outputs_N=None if in_order else torch.from_numpy(outputs).to(device),
     )
 
 
@@ -114,15 +117,14 @@ def _starts(lengths: Integers) -> Integers:
     return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lengths)))
 
 
-def _outputs(partition: list[list[int]], lengths: Integers, row_starts: Integers) -> Integers:
-    """[N]: each group has as many rows of each of its sequences as its longest one has."""
-    outputs, num_before = np.empty(int(row_starts[-1]), dtype=np.int64), 0
+def _first_outputs(partition: list[list[int]], lengths: Integers) -> Integers:
+    """[R]: each group has as many output rows for each of its sequences as its longest one has rows."""
+    first, num_before = np.empty(len(lengths), dtype=np.int64), 0
     for members in partition:
         longest = int(lengths[members].max())
-        for index in members:
-            outputs[row_starts[index] : row_starts[index + 1]] = np.arange(num_before, num_before + lengths[index])
-            num_before += longest
-    return outputs
+        first[members] = num_before + longest * np.arange(len(members))
+        num_before += longest * len(members)
+    return first
 
 
 def _tables(spans: Sequence[Span]) -> Integers:

@@ -55,7 +55,7 @@ class Cell:
 
 
 def cost_curve(config: EngineConfig, shard: Shard) -> CostCurve:
-    """The curve kept for just this engine and machine, or a new one, measured now (about fifteen seconds) and kept.
+    """The curve kept for just this engine and machine, or a new one, measured now (about ten seconds) and kept.
 
     Raises CostCurveError when the measurement is flat.
     """

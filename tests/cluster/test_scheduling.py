@@ -312,16 +312,21 @@ def test_what_a_newcomer_is_expected_to_accept_is_two_steps_old(tiny: tuple[Path
 def test_who_asks_for_no_drafts_has_no_place_in_the_draft_pass(tiny: tuple[Path, Any]) -> None:
     """One request drafts and the others don't want to: the whole pass is its own to repay."""
     engine = scheduled(tiny[0], random_drafter(VOCAB), curve(0.02))
-    judged = []
-    judge = engine._scheduler._returns.judge
-    engine._scheduler._returns.judge = lambda returns, seconds: judged.append(len(returns)) or judge(returns, seconds)  # type: ignore[method-assign,func-returns-value]
+    returns, judged = engine._scheduler._returns, set[int]()
+    judge = returns.judge
+
+    def noted(requests: Any, draft_seconds: Any) -> None:
+        judged.add(len(requests))
+        judge(requests, draft_seconds)
+
+    returns.judge = noted  # type: ignore[method-assign]
     engine.add(request([1, 2, 3], max_tokens=40))
     for prompt in prompts(5):
         engine.add(request(prompt, max_tokens=40, max_draft_tokens=0))
     for _ in range(10):
         engine.step()
     assert engine.num_running == 6
-    assert set(judged) == {1}
+    assert judged == {1}
 
 
 def test_a_pause_of_all_requests_is_no_probe(tiny: tuple[Path, Any]) -> None:

@@ -13,6 +13,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,7 @@ def test_too_many_clients_of_an_engine_that_is_wrong_about_itself(watched: Prome
 
     with crowd(troubled, more_each_time=1, extra_body={"ignore_eos": True}):
         for name, why in CROWDED.items():
-            eventually(lambda name=name: has_fired(name), f"{name} fires: {why}")  # type: ignore[misc]
+            eventually(partial(has_fired, name), f"{name} fires: {why}")
     assert missing(watched, late=True) == [], "where so much is verified, calibration is told"
 
 
